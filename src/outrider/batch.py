@@ -1,0 +1,120 @@
+"""What the scheduler asks of the runner for one step, and what comes back. Plain values, no torch.
+
+A span says what a row range does by its effects, not by a kind: a prompt chunk, the end of a
+prompt, a plain decoding step and a verification are combinations of them.
+"""
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+NULL_BLOCK = 0
+"""Block id that rows nobody keeps are written to; never allocated, never read."""
+
+NULL_SLOT = 0
+"""Slot id for rows of no sequence; never allocated."""
+
+
+class FinishReason(StrEnum):
+    """Why a request ended."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+    ERROR = "error"
+
+
+@dataclass(frozen=True, slots=True)
+class Effects:
+    """What a span's rows do.
+
+    Attributes:
+        samples: a token comes out after the last committed row.
+        num_drafts: how many of the rows are drafts to verify.
+        feeds_draft: the draft model sees every row, so that its cache has no holes.
+        num_drafts_next: how many tokens to propose for the next round.
+    """
+
+    samples: bool
+    num_drafts: int
+    feeds_draft: bool
+    num_drafts_next: int
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Rows of one sequence.
+
+    Attributes:
+        sequence_id: names the sequence in the result.
+        slot: where its device state lives.
+        start: position of the first row. In a round the device uses its own count.
+        num_rows: rows to run.
+        token_ids: the rows' tokens for a prompt chunk; empty in a round, whose rows are the last
+            token and the drafts, both on the device.
+        next_token_id: the token after a chunk that does not end the prompt.
+        block_ids: blocks in order of position, covering every position the step may write.
+    """
+
+    sequence_id: int
+    slot: int
+    start: int
+    num_rows: int
+    token_ids: tuple[int, ...]
+    next_token_id: int | None
+    block_ids: tuple[int, ...]
+    effects: Effects
+
+
+@dataclass(frozen=True, slots=True)
+class SlotSetup:
+    """Everything the device must know of a sequence before its first span.
+
+    Attributes:
+        num_committed: tokens of the text so far; all of them are prefilled.
+        length_limit: the sequence ends when it holds this many tokens.
+        stop_token_ids: the sequence ends after any of these.
+        seed: key of its random numbers, 64 bits.
+    """
+
+    slot: int
+    num_committed: int
+    length_limit: int
+    stop_token_ids: tuple[int, ...]
+    temperature: float
+    top_k: int | None
+    top_p: float
+    min_p: float
+    seed: int
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """One step. Prompt chunks and rounds are two passes: neither changes the other's bits."""
+
+    setups: tuple[SlotSetup, ...] = ()
+    prefill: tuple[Span, ...] = ()
+    rounds: tuple[Span, ...] = ()
+
+    @property
+    def spans(self) -> tuple[Span, ...]:
+        return self.prefill + self.rounds
+
+
+@dataclass(frozen=True, slots=True)
+class SpanResult:
+    """What became of one span.
+
+    Attributes:
+        token_ids: committed tokens, trimmed at stop ids and the length limit.
+        finish_reason: STOP or LENGTH where the device ended the sequence.
+        draft_token_ids: the drafts that were verified.
+        num_accepted: how many of them the verification rule kept, before trimming.
+        num_proposed: drafts that wait on the device for the next round.
+    """
+
+    sequence_id: int
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason | None
+    draft_token_ids: tuple[int, ...]
+    num_accepted: int
+    num_proposed: int

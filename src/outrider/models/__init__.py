@@ -1,0 +1,1 @@
+"""Checkpoints: configuration, weights, and one file per architecture."""

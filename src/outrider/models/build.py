@@ -1,0 +1,89 @@
+"""From a checkpoint folder to a target model on its device."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+from torch import nn
+
+from outrider.config import EngineConfig
+from outrider.errors import ConfigError
+from outrider.models.config import ModelConfig
+from outrider.models.loader import (
+    LoadReport,
+    WeightFiles,
+    WeightMap,
+    check_coverage,
+    dummy_weights,
+    load_weights,
+    prepare_parameters,
+)
+from outrider.models.qwen3_5 import Qwen3_5ForCausalLM
+
+ARCHITECTURES: dict[str, type[Qwen3_5ForCausalLM]] = {"qwen3_5": Qwen3_5ForCausalLM}
+"""Target class by ModelConfig.model_type."""
+
+_Module = TypeVar("_Module", bound=nn.Module)
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass
+class Checkpoint:
+    """A folder being loaded: its configuration, its tensors, and who took which of them.
+
+    Attributes:
+        files: None for dummy weights.
+    """
+
+    path: Path
+    config: ModelConfig
+    files: WeightFiles | None
+    dtype: torch.dtype
+    device: torch.device
+    seed: int
+    reports: list[LoadReport]
+
+    @classmethod
+    def open(cls, path: Path, engine: EngineConfig) -> Checkpoint:
+        """Read the configuration and the tensor headers of a local folder."""
+        config = ModelConfig.from_hf(path)
+        dtype_name = config.dtype if engine.dtype == "auto" else engine.dtype
+        files = None if engine.load_format == "dummy" else WeightFiles(path)
+        device = _resolve_device(engine)
+        return cls(path, config, files, _DTYPES[dtype_name], device, engine.seed, [])
+
+    def fill(self, module: _Module, weight_map: WeightMap) -> _Module:
+        """Give a module its weights; returns it, on the device."""
+        if self.files is None:
+            prepare_parameters(module, self.dtype, self.device)
+            dummy_weights(module, self.seed)
+        else:
+            report = load_weights(module, self.files, weight_map, self.dtype, self.device)
+            self.reports.append(report)
+        return module.to(self.device)
+
+    def close(self) -> None:
+        """Check that every tensor found a place, once all modules have been filled."""
+        if self.files is not None:
+            check_coverage(self.files, self.reports)
+
+
+def _resolve_device(engine: EngineConfig) -> torch.device:
+    has_cuda = torch.cuda.is_available()
+    if engine.device == "cuda" and not has_cuda:
+        raise ConfigError(
+            "device", got="cuda", allowed="cpu on this machine", hint="use device='auto'"
+        )
+    return torch.device("cuda" if has_cuda and engine.device != "cpu" else "cpu")
+
+
+def load_target(checkpoint: Checkpoint) -> Qwen3_5ForCausalLM:
+    """The target model of a checkpoint, with its weights."""
+    architecture = ARCHITECTURES[checkpoint.config.model_type]
+    with torch.device("meta"):
+        model = architecture(checkpoint.config)
+    return checkpoint.fill(model, architecture.weight_map)

@@ -1,0 +1,57 @@
+"""Where a checkpoint's files are: a local folder, or a download from the hub.
+
+Knows paths and the hub's client; does not read what is in the files.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from outrider.errors import CheckpointError
+
+_PATTERNS = ("*.json", "*.safetensors", "*.jinja", "*.txt")
+
+
+def resolve_checkpoint(model: str, revision: str | None = None) -> Path:
+    """The folder that holds the checkpoint `model`.
+
+    An existing folder is returned as it is and the network is never touched. Anything else that
+    can be a hub id (`name` or `owner/name`) is downloaded, or found in the hub's local cache.
+
+    Args:
+        model: folder or hub id.
+        revision: branch, tag or commit, for hub ids.
+
+    Raises:
+        CheckpointError: a path that does not exist or is not a folder, or a download that failed.
+    """
+    path = Path(model).expanduser()
+    if path.is_dir():
+        return path
+    if path.exists():
+        raise CheckpointError(
+            "model is a file", got=model, allowed="a folder", hint="name the folder that holds it"
+        )
+    if model.startswith((".", "/", "~")) or model.count("/") > 1 or "\\" in model:
+        raise CheckpointError(
+            "model folder does not exist",
+            got=model,
+            allowed="an existing folder, or a hub id of the form owner/name",
+            hint="check the path",
+        )
+    return _download(model, revision)
+
+
+def _download(model: str, revision: str | None) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        folder = snapshot_download(model, revision=revision, allow_patterns=list(_PATTERNS))
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        raise CheckpointError(
+            f"model is no local folder and could not be fetched from the hub ({error})",
+            got=model if revision is None else f"{model} at {revision}",
+            hint="check the name and the connection, or give a local folder",
+        ) from error
+    return Path(folder)

@@ -1,0 +1,38 @@
+"""RMS norms: plain or zero-centred weight, and the gated form of the delta net."""
+
+import torch
+from torch import Tensor
+
+from outrider.ops.rms_norm.reference import gated_rms_norm_reference, rms_norm_reference
+
+SUPPORTED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float, *, zero_centred: bool) -> Tensor:
+    """w' * x / sqrt(mean(x^2) + eps), statistics in float32; w' is weight, or 1 + weight.
+
+    Args:
+        x: [..., D]; the last dimension is normalised.
+        weight: [D].
+
+    Returns:
+        [..., D] in x's dtype. A plain weight multiplies after the cast back to x's dtype, a
+        zero-centred one before it, as the public model definitions do.
+    """
+    assert x.shape[-1] == weight.shape[0] and x.dtype in SUPPORTED_DTYPES, (x.shape, x.dtype)
+    return rms_norm_reference(x, weight, eps, zero_centred)
+
+
+def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """RMSNorm(x) * weight * silu(gate): the output norm of a gated delta net.
+
+    Args:
+        x: [..., D].
+        gate: [..., D], same shape as x.
+        weight: [D], plain.
+
+    Returns:
+        [..., D] in gate's dtype.
+    """
+    assert x.shape == gate.shape and x.shape[-1] == weight.shape[0], (x.shape, gate.shape)
+    return gated_rms_norm_reference(x, gate, weight, eps)

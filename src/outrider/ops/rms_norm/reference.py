@@ -1,0 +1,24 @@
+"""Reference RMS norms. A row's statistics are one sum over its own contiguous elements."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def _normalised(x: Tensor, eps: float) -> Tensor:
+    x = x.float().contiguous()
+    return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps)
+
+
+def rms_norm_reference(x: Tensor, weight: Tensor, eps: float, zero_centred: bool) -> Tensor:
+    """x [..., D], weight [D] -> [..., D]."""
+    normed = _normalised(x, eps)
+    if zero_centred:
+        return (normed * (1.0 + weight.float())).to(x.dtype)
+    return weight * normed.to(x.dtype)
+
+
+def gated_rms_norm_reference(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x [..., D], gate [..., D], weight [D] -> [..., D]."""
+    normed = weight * _normalised(x, eps).to(gate.dtype)
+    return (normed * F.silu(gate.float())).to(gate.dtype)

@@ -1,0 +1,20 @@
+"""Rotary position embedding on the first dimensions of a head."""
+
+from torch import Tensor
+
+from outrider.ops.rotary.reference import rotary_reference
+
+
+def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate pairs (i, i + P/2) of the first P dimensions of each head; the rest pass through.
+
+    Args:
+        x: [R, heads, D].
+        cos, sin: [R, P] for the row's position, P even and at most D, the second half repeating
+            the first.
+
+    Returns:
+        [R, heads, D] in x's dtype.
+    """
+    assert x.shape[0] == cos.shape[0] and cos.shape[1] <= x.shape[2], (x.shape, cos.shape)
+    return rotary_reference(x, cos, sin)

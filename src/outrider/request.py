@@ -1,0 +1,67 @@
+"""A request as the user made it, and the sequence that the scheduler moves through the engine."""
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+from outrider.batch import FinishReason
+from outrider.config import SamplingParams
+
+
+@dataclass(frozen=True)
+class Request:
+    """A validated request.
+
+    Attributes:
+        stop_token_ids: every id that ends the text, end-of-sequence ids included.
+        seed: key of its random numbers, drawn by the engine where the user gave none.
+    """
+
+    request_id: str
+    prompt_token_ids: tuple[int, ...]
+    params: SamplingParams
+    stop_token_ids: tuple[int, ...]
+    length_limit: int
+    seed: int
+
+
+class Status(Enum):
+    """Where a sequence stands."""
+
+    WAITING = "waiting"
+    PREFILLING = "prefilling"
+    DECODING = "decoding"
+    FINISHED = "finished"
+
+
+@dataclass(eq=False)
+class Sequence:
+    """The scheduler's state of one request. Only the scheduler changes it.
+
+    Attributes:
+        sequence_id: unique for the life of the engine, ascending by arrival.
+        num_prefill: tokens that the current prefill has to cover; the prompt, or after a
+            preemption everything committed so far.
+        num_computed: positions whose keys, values and recurrent state stand.
+        num_proposed: drafts waiting on the device.
+    """
+
+    sequence_id: int
+    request: Request
+    output_token_ids: list[int] = field(default_factory=list[int])
+    status: Status = Status.WAITING
+    finish_reason: FinishReason | None = None
+    slot: int | None = None
+    num_prefill: int = 0
+    num_computed: int = 0
+    num_proposed: int = 0
+
+    @property
+    def num_committed(self) -> int:
+        return len(self.request.prompt_token_ids) + len(self.output_token_ids)
+
+    def committed(self, begin: int, end: int) -> tuple[int, ...]:
+        """Tokens at positions begin .. end - 1 of prompt and output together."""
+        num_prompt = len(self.request.prompt_token_ids)
+        return self.request.prompt_token_ids[begin:end] + tuple(
+            self.output_token_ids[max(begin - num_prompt, 0) : max(end - num_prompt, 0)]
+        )

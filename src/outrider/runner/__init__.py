@@ -1,0 +1,1 @@
+"""Runs batches on a device. Owns every device tensor; knows no request and no budget."""

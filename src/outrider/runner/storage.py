@@ -1,0 +1,76 @@
+"""Allocates what layers keep between passes, and says how much that is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+
+from outrider.layers.rows import (
+    AttentionCache,
+    AttentionCacheSpec,
+    DeltaCache,
+    DeltaCacheSpec,
+    LayerCache,
+    LayerCacheSpec,
+)
+from outrider.ops.gated_delta_rule import DeltaState
+
+
+@dataclass(frozen=True)
+class StorageSize:
+    """Capacities shared by all layers; blocks and slots include the null ones.
+
+    Attributes:
+        max_rows: most rows of a round, K + 1.
+    """
+
+    num_blocks: int
+    block_size: int
+    num_slots: int
+    max_rows: int
+
+
+def kv_bytes_per_token(specs: Iterable[LayerCacheSpec], dtype: torch.dtype) -> int:
+    """Bytes of keys and values that one position takes over all layers."""
+    return sum(
+        2 * spec.num_kv_heads * spec.head_dim * dtype.itemsize
+        for spec in specs
+        if isinstance(spec, AttentionCacheSpec)
+    )
+
+
+def allocate_caches(
+    specs: Iterable[LayerCacheSpec], size: StorageSize, dtype: torch.dtype, device: torch.device
+) -> tuple[LayerCache, ...]:
+    """Uninitialised storage, one entry per spec. KV and raw inputs in dtype, states in float32."""
+
+    def allocate(spec: LayerCacheSpec) -> LayerCache:
+        if isinstance(spec, AttentionCacheSpec):
+            shape = (2, size.num_blocks, size.block_size, spec.num_kv_heads, spec.head_dim)
+            return AttentionCache(torch.empty(shape, dtype=dtype, device=device))
+        return _allocate_delta(spec, size, dtype, device)
+
+    return tuple(allocate(spec) for spec in specs)
+
+
+def _allocate_delta(
+    spec: DeltaCacheSpec, size: StorageSize, dtype: torch.dtype, device: torch.device
+) -> DeltaCache:
+    slots, rows = size.num_slots, size.max_rows
+    ring_size = spec.conv_kernel - 1 + rows
+    records = (2, slots, rows)
+
+    def floats(*shape: int) -> torch.Tensor:
+        return torch.empty(shape, dtype=torch.float32, device=device)
+
+    return DeltaCache(
+        conv_ring=torch.empty((slots, ring_size, spec.conv_channels), dtype=dtype, device=device),
+        delta=DeltaState(
+            state=floats(slots, spec.num_value_heads, spec.value_dim, spec.key_dim),
+            record_keys=floats(*records, spec.num_key_heads, spec.key_dim),
+            record_updates=floats(*records, spec.num_value_heads, spec.value_dim),
+            record_decays=floats(*records, spec.num_value_heads),
+        ),
+    )

@@ -1,0 +1,1 @@
+"""From a request's sampling parameters and the target's logits to a token."""

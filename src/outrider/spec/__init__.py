@@ -1,0 +1,1 @@
+"""Speculation: how to draft, how long, and which drafts survive."""
