@@ -26,7 +26,19 @@ ROOMS = [
     "layers",
     "ops",
 ]
-LEAVES = ["request", "batch", "metrics", "tokenizer", "trace", "config", "errors", "spec.names"]
+LEAVES = [
+    "request",
+    "batch",
+    "metrics",
+    "output",
+    "tokenizer",
+    "trace",
+    "config",
+    "errors",
+    "spec.names",
+]
+PART_OF = {"cli_flags": "cli", "demo": "cli", "render": "cli"}
+"""Files that stand beside a room's own file and belong to it."""
 OUTSIDE = ["", "__main__"]
 """The package itself and its command: they gather the public names, nobody imports them."""
 
@@ -47,7 +59,8 @@ def room_of(name: str) -> str:
     """The leaf or room that a module belongs to."""
     if name in LEAVES or name in OUTSIDE:
         return name
-    return name.split(".")[0]
+    first = name.split(".")[0]
+    return PART_OF.get(first, first)
 
 
 def imported_names(name: str, source: str) -> Iterator[str]:

@@ -1,0 +1,7 @@
+"""`python -m outrider` is the `outrider` command."""
+
+import sys
+
+from outrider.cli import main
+
+sys.exit(main())

@@ -1,0 +1,213 @@
+"""The `outrider` command: reads the command line, runs, and turns errors into one line each.
+
+Exit codes: 0, 1 where a part of the work failed, 2 for what the user got wrong, 130 for Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import io
+import json
+import logging
+import os
+import sys
+import time
+from collections.abc import Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Any, NoReturn
+
+from outrider import demo, render
+from outrider.cli_flags import (
+    add_engine_flags,
+    add_sampling_flags,
+    engine_options,
+    sampling_options,
+)
+from outrider.config import SamplingParams
+from outrider.errors import ConfigError, OutriderError, RequestError
+from outrider.llm import LLM
+from outrider.output import RequestOutput, total_speculation
+
+_OK, _PARTIAL, _USER_ERROR, _INTERRUPTED, _PIPE_CLOSED = 0, 1, 2, 130, 141
+_HEADING_CHARACTERS = 60
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; returns its exit code."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # a terminal may not know every character
+            stream.reconfigure(errors="replace")
+    try:
+        args = build_parser().parse_args(argv)
+        level = logging.INFO if args.verbose else logging.WARNING
+        logging.basicConfig(level=level, format="outrider: %(message)s", stream=sys.stderr)
+        code: int = args.run(args)
+        sys.stdout.flush()
+        return code
+    except OutriderError as error:
+        print_error(error)
+        return _USER_ERROR
+    except KeyboardInterrupt:
+        return _INTERRUPTED
+    except BrokenPipeError:
+        # What is still buffered would raise again when the interpreter flushes it at its end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return _PIPE_CLOSED
+
+
+def print_error(error: OutriderError, about: str = "") -> None:
+    """One line on stderr, whatever the message holds."""
+    message = " ".join(str(error).splitlines())
+    print(f"outrider: error: {about}{message}", file=sys.stderr)
+
+
+class _Parser(argparse.ArgumentParser):
+    """Reports what it cannot read as every other error is reported."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(allow_abbrev=False, **options)
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(message, hint=f"see {self.prog} --help")
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The parser of the whole command; `run` in its result is the function to call."""
+    parser = _Parser(prog="outrider", description="LLM inference built on speculative decoding.")
+    parser.add_argument("--version", action="version", version=f"outrider {_version()}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+
+    generate = commands.add_parser("generate", help="continue one prompt or several")
+    prompts = generate.add_argument_group("prompts", "one or more, in the order given")
+    prompts.add_argument("--prompt", dest="prompts", action="append", metavar="TEXT")
+    prompts.add_argument(
+        "--prompt-file",
+        dest="prompts",
+        action="append",
+        type=Path,
+        metavar="FILE",
+        help="all of a file is one prompt, its last newline included; - is standard input",
+    )
+    generate.add_argument("--json", action="store_true", help="print a JSON object per output")
+    add_engine_flags(generate)
+    add_sampling_flags(generate)
+
+    show = commands.add_parser("demo", help="compare a small model with and without speculation")
+    demo.add_arguments(show)
+
+    for command, run in ((generate, _generate), (show, demo.run)):
+        command.add_argument(
+            "--color",
+            choices=("auto", "always", "never"),
+            default="auto",
+            help="show each token's origin and the rejected guesses (default: on a terminal)",
+        )
+        command.add_argument("--verbose", action="store_true", help="log what the engine does")
+        command.set_defaults(run=run)
+    return parser
+
+
+def _version() -> str:
+    try:
+        return metadata.version("outrider")
+    except metadata.PackageNotFoundError:
+        return "from a source tree that is not installed"
+
+
+def _generate(args: argparse.Namespace) -> int:
+    prompts = [_read_prompt(source) for source in args.prompts or ()]
+    if not prompts:
+        raise RequestError("no prompt", hint="give --prompt TEXT or --prompt-file FILE")
+    given = sampling_options(args)
+    llm = LLM(**engine_options(args))
+    params = dataclasses.replace(llm.default_params(), **given)
+
+    started = time.perf_counter()
+    streams = len(prompts) == 1 and sys.stdout.isatty() and not args.json
+    color = render.use_color(args.color, sys.stdout, os.environ)
+    if streams:
+        outputs = [_stream(llm, prompts[0], params, color)]
+    else:
+        outputs = _run_batch(llm, prompts, params)
+    seconds = time.perf_counter() - started
+
+    if len(outputs) == 1 and outputs[0].error is not None:
+        raise outputs[0].error
+    if not streams:
+        for index, output in enumerate(outputs):
+            _print_output(llm, index, prompts, output, as_json=args.json, color=color)
+    failed = [(i, out.error) for i, out in enumerate(outputs) if out.error is not None]
+    for index, error in failed:
+        print_error(error, about=f"prompt {index + 1}: ")
+    if not args.json:
+        num_drafts = llm.engine.config.num_speculative_tokens
+        if color and num_drafts:
+            print(f"\n{render.legend(num_drafts)}", flush=True)
+        # On stderr, so that what is piped on is the text and nothing else.
+        lines = render.statistics_lines(total_speculation(outputs), seconds)
+        print("", *lines, sep="\n", file=sys.stderr)
+    return _PARTIAL if failed else _OK
+
+
+def _read_prompt(source: str | Path) -> str:
+    if isinstance(source, str):
+        return source
+    try:
+        raw = sys.stdin.buffer.read() if str(source) == "-" else source.read_bytes()
+        return raw.decode("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise RequestError(f"prompt file cannot be read ({error})", got=str(source)) from error
+
+
+def _run_batch(llm: LLM, prompts: list[str], params: SamplingParams) -> list[RequestOutput]:
+    shows = len(prompts) > 1 and sys.stderr.isatty()
+    bar = render.ProgressBar(sys.stderr) if shows else None
+    try:
+        outputs = llm.generate(prompts, params, progress=bar)
+    finally:
+        if bar is not None:
+            bar.close()
+    return outputs if isinstance(outputs, list) else [outputs]
+
+
+def _stream(llm: LLM, prompt: str, params: SamplingParams, color: bool) -> RequestOutput:
+    painter = render.TextPainter(llm.tokenizer, color)
+    output = None
+    for output in llm.stream(prompt, params):
+        sys.stdout.write(painter.push(output))
+        sys.stdout.flush()
+    assert output is not None  # a request that was accepted emits at least one token
+    print()
+    return output
+
+
+def _print_output(
+    llm: LLM, index: int, prompts: list[str], output: RequestOutput, *, as_json: bool, color: bool
+) -> None:
+    if as_json:
+        print(json.dumps(_as_object(index, output)))
+    elif output.error is None:
+        if len(prompts) > 1:
+            heading = f"--- prompt {index + 1}: {_shortened(prompts[index])} ---"
+            print(render.paint(heading, render.BOLD if color else ""))
+        print(render.TextPainter(llm.tokenizer, color).push(output))
+
+
+def _shortened(prompt: str) -> str:
+    shown = repr(prompt[: _HEADING_CHARACTERS + 1])
+    return shown if len(prompt) <= _HEADING_CHARACTERS else f"{shown[:_HEADING_CHARACTERS]}...'"
+
+
+def _as_object(index: int, output: RequestOutput) -> dict[str, Any]:
+    """What --json prints of one output."""
+    reason, stats = output.finish_reason, output.speculation
+    return {
+        "index": index,
+        "text": output.text,
+        "token_ids": output.token_ids,
+        "finish_reason": None if reason is None else reason.value,
+        "speculation": dataclasses.asdict(stats) | {"acceptance_length": stats.acceptance_length},
+        "error": None if output.error is None else str(output.error),
+    }

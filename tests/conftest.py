@@ -1,0 +1,44 @@
+"""Fixtures shared by all tests: where the checkpoints are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.checkpoints import TinyShape, write_qwen3_5
+
+TRAINED_MODEL = Path(__file__).parents[1] / "models" / "tiny-qwen3.5"
+
+
+@pytest.fixture(autouse=True, scope="session")
+def one_thread() -> Iterator[None]:
+    """Tiny tensors gain nothing from a second thread, and lose much where cores are shared."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="session")
+def trained_model() -> Path:
+    """Folder of the small trained model that ships with the repository."""
+    if not (TRAINED_MODEL / "config.json").exists():
+        pytest.skip(f"{TRAINED_MODEL} is not there")
+    return TRAINED_MODEL
+
+
+@pytest.fixture(scope="session")
+def random_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[TinyShape], Path]:
+    """Folder of a random checkpoint of a shape, written once a session."""
+    written: dict[TinyShape, Path] = {}
+
+    def checkpoint(shape: TinyShape) -> Path:
+        if shape not in written:
+            written[shape] = tmp_path_factory.mktemp("checkpoint")
+            write_qwen3_5(written[shape], shape)
+        return written[shape]
+
+    return checkpoint
