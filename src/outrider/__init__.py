@@ -3,7 +3,8 @@
 This module is the whole public API.
 """
 
-from outrider.config import EngineConfig, SamplingParams, SpeculativeConfig
+from outrider.batch import FinishReason, TokenLogprobs
+from outrider.config import EngineConfig, SpeculativeConfig
 from outrider.errors import (
     CapacityError,
     CheckpointError,
@@ -12,7 +13,8 @@ from outrider.errors import (
     RequestError,
 )
 from outrider.llm import LLM
-from outrider.output import RequestOutput
+from outrider.output import Completion, RequestOutput
+from outrider.params import SamplingParams, StructuredOutput
 from outrider.trace import Origin, RoundTrace, SpeculationStats, TokenOrigin
 
 __version__ = "0.1.0"
@@ -21,8 +23,10 @@ __all__ = [
     "LLM",
     "CapacityError",
     "CheckpointError",
+    "Completion",
     "ConfigError",
     "EngineConfig",
+    "FinishReason",
     "Origin",
     "OutriderError",
     "RequestError",
@@ -31,5 +35,7 @@ __all__ = [
     "SamplingParams",
     "SpeculationStats",
     "SpeculativeConfig",
+    "StructuredOutput",
+    "TokenLogprobs",
     "TokenOrigin",
 ]

@@ -5,7 +5,9 @@ prompt, a plain decoding step and a verification are combinations of them.
 """
 
 from dataclasses import dataclass
-from enum import StrEnum
+from enum import IntEnum, StrEnum
+
+from outrider.spec.names import DraftSampling
 
 NULL_BLOCK = 0
 """Block id that rows nobody keeps are written to; never allocated, never read."""
@@ -23,6 +25,15 @@ class FinishReason(StrEnum):
     ERROR = "error"
 
 
+class Tier(IntEnum):
+    """How much work it takes to get from logits to a token; a pass does what its highest needs."""
+
+    GREEDY = 0
+    SAMPLED = 1
+    FULL = 2
+    """Logits are changed by rules (penalties, bias, masks), or log probabilities are returned."""
+
+
 @dataclass(frozen=True, slots=True)
 class Effects:
     """What a span's rows do.
@@ -32,12 +43,22 @@ class Effects:
         num_drafts: how many of the rows are drafts to verify.
         feeds_draft: the draft model sees every row, so that its cache has no holes.
         num_drafts_next: how many tokens to propose for the next round.
+        tier: what turns the logits into tokens.
+        draft_sampling: how the proposed tokens are drawn, and how this round's drafts were.
+        num_logprobs: alternatives to report for each emitted token; None reports nothing.
+        num_prompt_logprobs: the same for the rows of a prompt chunk.
+        processed_logprobs: report the processed distribution instead of the raw one.
     """
 
     samples: bool
     num_drafts: int
     feeds_draft: bool
     num_drafts_next: int
+    tier: Tier = Tier.GREEDY
+    draft_sampling: DraftSampling = DraftSampling.ARGMAX
+    num_logprobs: int | None = None
+    num_prompt_logprobs: int | None = None
+    processed_logprobs: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +87,41 @@ class Span:
 
 
 @dataclass(frozen=True, slots=True)
+class LogitRules:
+    """What changes a sequence's logits before they become a distribution.
+
+    Attributes:
+        num_prompt: tokens of the prompt; repetition counts them, the other penalties do not.
+        min_tokens: output tokens before a stop id may be drawn.
+        logit_bias: (token id, value added to its logit).
+        bad_words: token sequences whose last token must not follow the others.
+    """
+
+    num_prompt: int
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    min_tokens: int = 0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    bad_words: tuple[tuple[int, ...], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Log probability of one token, and of the most likely ones at its place.
+
+    Attributes:
+        rank: 1 for the most likely token.
+        top: (token id, log probability), most likely first.
+    """
+
+    token_id: int
+    logprob: float
+    rank: int
+    top: tuple[tuple[int, float], ...]
+
+
+@dataclass(frozen=True, slots=True)
 class SlotSetup:
     """Everything the device must know of a sequence before its first span.
 
@@ -85,6 +141,8 @@ class SlotSetup:
     top_p: float
     min_p: float
     seed: int
+    rules: LogitRules
+    draft_sampling: DraftSampling
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,12 +167,17 @@ class SpanResult:
         finish_reason: STOP or LENGTH where the device ended the sequence.
         draft_token_ids: the drafts that were verified.
         num_accepted: how many of them the verification rule kept, before trimming.
-        num_proposed: drafts that wait on the device for the next round.
+        proposed_token_ids: drafts that wait on the device for the next round.
+        logprobs: one entry for each of token_ids, where they were asked for.
+        prompt_logprobs: one entry for each row of a prompt chunk, about the token after it; one
+            fewer where the chunk ends the prompt.
     """
 
     sequence_id: int
-    token_ids: tuple[int, ...]
-    finish_reason: FinishReason | None
-    draft_token_ids: tuple[int, ...]
-    num_accepted: int
-    num_proposed: int
+    token_ids: tuple[int, ...] = ()
+    finish_reason: FinishReason | None = None
+    draft_token_ids: tuple[int, ...] = ()
+    num_accepted: int = 0
+    proposed_token_ids: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()

@@ -25,7 +25,7 @@ from outrider.cli_flags import (
     engine_options,
     sampling_options,
 )
-from outrider.config import SamplingParams
+from outrider.params import SamplingParams
 from outrider.errors import ConfigError, OutriderError, RequestError
 from outrider.llm import LLM
 from outrider.output import RequestOutput, total_speculation

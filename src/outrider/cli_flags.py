@@ -17,7 +17,8 @@ import typing
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Literal, Union, cast, get_args, get_origin
 
-from outrider.config import UNSUPPORTED, EngineConfig, SamplingParams, SpeculativeConfig
+from outrider.config import EngineConfig, SpeculativeConfig
+from outrider.params import SamplingParams
 from outrider.errors import ConfigError
 from outrider.spec.names import METHODS
 
@@ -48,7 +49,7 @@ def add_sampling_flags(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group(
         "sampling", "what is not given is the checkpoint's recommendation, else the default here"
     )
-    add_flags(group, SamplingParams, SAMPLING_FLAGS, hidden=UNSUPPORTED)
+    add_flags(group, SamplingParams, SAMPLING_FLAGS)
 
 
 def add_flags(

@@ -17,7 +17,8 @@ from importlib import resources
 from pathlib import Path
 
 from outrider import render
-from outrider.config import SamplingParams, SpeculativeConfig
+from outrider.config import SpeculativeConfig
+from outrider.params import SamplingParams
 from outrider.errors import ConfigError
 from outrider.llm import LLM
 from outrider.output import RequestOutput, total_speculation

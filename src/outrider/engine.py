@@ -3,32 +3,55 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence as SequenceABC
 from dataclasses import dataclass
 
-from outrider.batch import FinishReason
+from outrider.admission import AdmissionRules
+from outrider.batch import Batch, FinishReason
 from outrider.cache.manager import CacheManager
-from outrider.config import EngineConfig, SamplingParams
+from outrider.config import EngineConfig
 from outrider.errors import CapacityError, ConfigError, RequestError
 from outrider.models.build import Checkpoint, load_target
 from outrider.models.config import ModelConfig
 from outrider.models.files import resolve_checkpoint
 from outrider.output import OutputBuilder, RequestOutput
-from outrider.request import Request, Sequence
-from outrider.runner.rounds import Runner
+from outrider.params import SamplingParams
+from outrider.request import Sequence
+from outrider.runner.rounds import Masks, Runner, RunnerOptions
 from outrider.runner.storage import StorageSize, kv_bytes_per_token
 from outrider.scheduler import Scheduler, SchedulerConfig
 from outrider.spec.registry import build_drafter
+from outrider.structured import GrammarCompiler, GrammarMatcher
 from outrider.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass
+class _Output:
+    """One output of a request inside the engine."""
+
+    request: _Live
+    sequence: Sequence
+    builder: OutputBuilder
+    matcher: GrammarMatcher | None
+
+
+@dataclass
 class _Live:
     """A request inside the engine."""
 
-    sequence: Sequence
-    builder: OutputBuilder
+    request_id: str
+    outputs: list[_Output]
+
+    def output(self) -> RequestOutput:
+        first = self.outputs[0].builder
+        return RequestOutput(
+            request_id=self.request_id,
+            prompt_token_ids=first.request.prompt_token_ids,
+            completions=tuple(output.builder.completion for output in self.outputs),
+            prompt_logprobs=first.prompt_logprobs,
+        )
 
 
 class Engine:
@@ -43,7 +66,6 @@ class Engine:
             CapacityError: the memory budget holds less than one sequence.
         """
         self.config = config
-        self.tokenizer = tokenizer
         checkpoint = Checkpoint.open(resolve_checkpoint(config.model, config.revision), config)
         self.model_config: ModelConfig = checkpoint.config
         target = load_target(checkpoint)
@@ -60,19 +82,39 @@ class Engine:
             num_slots=config.max_num_seqs + 1,
             max_rows=config.num_speculative_tokens + 1,
         )
-        self.cache = CacheManager(num_blocks, config.block_size, config.max_num_seqs)
-        self.runner = Runner(
-            target, drafter, size, config.prefill_grid, checkpoint.dtype, checkpoint.device
+        options = RunnerOptions(
+            size=size,
+            max_model_len=self.max_model_len,
+            prefill_grid=config.prefill_grid,
+            dtype=checkpoint.dtype,
+            device=checkpoint.device,
+            draft_top_m=1 if spec is None else spec.draft_top_m,
+            synthetic_rates=None if spec is None else spec.synthetic_rates,
         )
+        self.runner = Runner(target, drafter, options)
+        self.cache = CacheManager(num_blocks, config.block_size, config.max_num_seqs)
         self.scheduler = Scheduler(
             SchedulerConfig(
                 config.max_prefill_tokens, config.prefill_grid, config.num_speculative_tokens
             ),
             self.cache,
         )
+        self._admission = AdmissionRules(
+            vocab_size=self.model_config.vocab_size,
+            max_model_len=self.max_model_len,
+            eos_token_ids=self.model_config.eos_token_ids,
+            engine_seed=config.seed,
+            draft_sampling=None if spec is None else spec.draft_sampling,
+            drafter_samples=None if drafter is None else drafter.samples,
+            tokenizer=tokenizer,
+        )
+        self._grammars = None
+        if tokenizer is not None:
+            eos = self.model_config.eos_token_ids
+            self._grammars = GrammarCompiler(tokenizer, self.model_config.vocab_size, eos)
         self._live: dict[str, _Live] = {}
-        self._by_sequence: dict[int, _Live] = {}
-        self._num_requests = 0
+        self._by_sequence: dict[int, _Output] = {}
+        self._num_sequences = 0
 
     @property
     def has_work(self) -> bool:
@@ -81,21 +123,20 @@ class Engine:
     def step(self) -> list[RequestOutput]:
         """Run one step; returns the requests that gained tokens or ended."""
         batch = self.scheduler.plan()
-        outputs: list[RequestOutput] = []
-        for span, result in zip(batch.spans, self.runner.execute(batch), strict=True):
-            live = self._by_sequence[span.sequence_id]
-            token_ids, reason = live.builder.add(result)
-            self.scheduler.commit(span, result, token_ids, reason)
+        results = self.runner.execute(batch, self._masks(batch))
+        changed: dict[str, _Live] = {}
+        for span, result in zip(batch.spans, results, strict=True):
+            output = self._by_sequence[span.sequence_id]
+            token_ids = output.builder.add(result, span.start)
+            self.scheduler.commit(span, result, token_ids, output.builder.finish_reason)
+            if output.matcher is not None:
+                output.matcher.advance(token_ids)
             if token_ids:
-                outputs.append(live.builder.output(reason))
-            if reason is not None:
-                self._forget(live)
-        if self.config.debug_checks:
-            self.cache.check_integrity()
-        return outputs
+                changed[output.request.request_id] = output.request
+        return self._emit(changed)
 
     def add_request(
-        self, request_id: str, prompt_token_ids: list[int], params: SamplingParams
+        self, request_id: str, prompt_token_ids: SequenceABC[int], params: SamplingParams
     ) -> None:
         """Queue a request.
 
@@ -104,68 +145,59 @@ class Engine:
         """
         if request_id in self._live:
             raise RequestError("request id is in use", got=request_id, hint="choose another id")
-        self._check_prompt(prompt_token_ids, params)
-        stops = () if params.ignore_eos else self.model_config.eos_token_ids
-        index, self._num_requests = self._num_requests, self._num_requests + 1
-        request = Request(
-            request_id=request_id,
-            prompt_token_ids=tuple(prompt_token_ids),
-            params=params,
-            stop_token_ids=tuple(dict.fromkeys((*stops, *params.stop_token_ids))),
-            length_limit=min(len(prompt_token_ids) + params.max_tokens, self.max_model_len),
-            seed=_request_seed(self.config.seed, index) if params.seed is None else params.seed,
+        requests = self._admission.requests(
+            request_id, prompt_token_ids, params, self._num_sequences
         )
-        live = _Live(Sequence(index, request), OutputBuilder(request, self.tokenizer))
-        self._live[request_id] = self._by_sequence[index] = live
-        self.scheduler.add(live.sequence)
+        grammar = params.structured_output
+        matchers: list[GrammarMatcher | None] = [None] * len(requests)
+        if grammar is not None:
+            assert self._grammars is not None, "admission refuses grammars without a tokenizer"
+            matchers = [self._grammars.matcher(grammar) for _ in requests]
+        live = _Live(request_id, [])
+        for index, (request, matcher) in enumerate(zip(requests, matchers, strict=True)):
+            builder = OutputBuilder(request, self._admission.tokenizer, index)
+            sequence = Sequence(self._num_sequences, request)
+            output = _Output(live, sequence, builder, matcher)
+            live.outputs.append(output)
+            self._by_sequence[self._num_sequences] = output
+            self._num_sequences += 1
+            self.scheduler.add(sequence)
+        self._live[request_id] = live
 
     def abort(self, request_id: str) -> RequestOutput | None:
         """End a request now; None where no such request is running."""
         live = self._live.get(request_id)
         if live is None:
             return None
-        self.scheduler.finish(live.sequence, FinishReason.ABORT)
-        self._forget(live)
-        return live.builder.output(FinishReason.ABORT)
+        for output in live.outputs:
+            if output.builder.finish_reason is None:
+                output.builder.abort()
+                self.scheduler.finish(output.sequence, FinishReason.ABORT)
+        return self._emit({request_id: live})[0]
 
-    def _forget(self, live: _Live) -> None:
-        del self._live[live.sequence.request.request_id]
-        del self._by_sequence[live.sequence.sequence_id]
+    def _masks(self, batch: Batch) -> Masks:
+        """What each grammar allows at every row that will be verified."""
+        masks: Masks = {}
+        for span in batch.spans:
+            output = self._by_sequence[span.sequence_id]
+            if output.matcher is not None and span.effects.samples:
+                drafts = output.sequence.proposed_token_ids[: span.effects.num_drafts]
+                masks[span.sequence_id] = output.matcher.masks(drafts)
+        return masks
 
-    def _check_prompt(self, prompt_token_ids: list[int], params: SamplingParams) -> None:
-        vocab_size, num_tokens = self.model_config.vocab_size, len(prompt_token_ids)
-        if num_tokens == 0:
-            raise RequestError("prompt is empty", got=0, allowed="at least one token")
-        if num_tokens >= self.max_model_len:
-            raise RequestError(
-                "prompt is too long",
-                got=f"{num_tokens} tokens",
-                allowed=f"at most {self.max_model_len - 1}, one less than max_model_len",
-                hint="shorten the prompt or raise max_model_len",
-            )
-        for index, token_id in enumerate(prompt_token_ids):
-            if type(token_id) is not int or not 0 <= token_id < vocab_size:
-                raise RequestError(
-                    f"prompt token {index}",
-                    got=token_id,
-                    allowed=f"an integer in [0, {vocab_size})",
-                )
-        for token_id in params.stop_token_ids:
-            if token_id >= vocab_size:
-                raise RequestError("stop token id", got=token_id, allowed=f"below {vocab_size}")
-        if params.stop_strings and self.tokenizer is None:
-            raise RequestError(
-                "stop strings need a tokenizer", got=params.stop_strings, hint="use stop_token_ids"
-            )
-
-
-def _request_seed(engine_seed: int, index: int) -> int:
-    """A seed for the index-th request: one step of the SplitMix64 sequence, cut to 63 bits."""
-    mask = (1 << 64) - 1
-    z = (engine_seed + (index + 1) * 0x9E3779B97F4A7C15) & mask
-    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & mask
-    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & mask
-    return (z ^ (z >> 31)) >> 1
+    def _emit(self, changed: dict[str, _Live]) -> list[RequestOutput]:
+        """Report on requests, and forget those that have ended."""
+        outputs: list[RequestOutput] = []
+        for request_id, live in changed.items():
+            report = live.output()
+            outputs.append(report)
+            if report.finished:
+                del self._live[request_id]
+                for output in live.outputs:
+                    del self._by_sequence[output.sequence.sequence_id]
+        if self.config.debug_checks:
+            self.cache.check_integrity()
+        return outputs
 
 
 def _capacity(config: EngineConfig, model: ModelConfig, bytes_per_token: int) -> tuple[int, int]:

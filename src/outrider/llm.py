@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, overload
 
-from outrider.config import EngineConfig, SamplingParams, SpeculativeConfig
+from outrider.config import EngineConfig, SpeculativeConfig
 from outrider.engine import Engine
 from outrider.errors import OutriderError, RequestError
 from outrider.models.files import resolve_checkpoint
 from outrider.output import RequestOutput
+from outrider.params import SamplingParams
 from outrider.tokenizer import Tokenizer
 
 Prompt = str | Sequence[int]
@@ -116,9 +117,12 @@ class LLM:
         **template_options: Any,
     ) -> RequestOutput:
         """Answer a conversation, put into words by the checkpoint's chat template."""
-        return self.generate(
-            self.tokenizer.apply_chat_template(messages, **template_options), params
-        )
+        text = self.tokenizer.apply_chat_template(messages, **template_options)
+        # The template has put every special token where it belongs.
+        token_ids = self.tokenizer.encode(text, add_special_tokens=False)
+        output = self.generate(token_ids, params)
+        assert isinstance(output, RequestOutput)
+        return output
 
     def _stream(self, request_id: str) -> Iterator[RequestOutput]:
         try:
@@ -167,7 +171,7 @@ class LLM:
                     if output.request_id not in places:
                         continue
                     place = places[output.request_id]
-                    num_tokens[place] = len(output.token_ids)
+                    num_tokens[place] = sum(len(c.token_ids) for c in output.completions)
                     if output.finished:
                         outputs[place] = output
                 if progress is not None:

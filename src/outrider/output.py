@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from outrider.batch import FinishReason, SpanResult
+from outrider.batch import FinishReason, Span, SpanResult, TokenLogprobs
 from outrider.errors import OutriderError
 from outrider.request import Request
 from outrider.tokenizer import IncrementalDetokenizer, Tokenizer
@@ -13,41 +13,88 @@ from outrider.trace import RoundTrace, SpeculationStats
 
 
 @dataclass(frozen=True)
-class RequestOutput:
-    """A request as far as it has got.
+class Completion:
+    """One output of a request as far as it has got.
 
     Attributes:
+        index: 0 to n - 1.
         text: all of it so far; without the stop string or the token that ended it.
         new_text: what the newest step added. Never part of a character, and never text that a
             stop string may yet take back.
         token_ids: all committed tokens, the one that ended the text included.
-        finish_reason: None while the request runs.
-        error: why the request failed; its text is empty then.
+        finish_reason: None while it runs.
         rounds: one entry for each target pass that emitted tokens.
+        logprobs: one entry for each token, where they were asked for.
+    """
+
+    index: int = 0
+    text: str = ""
+    new_text: str = ""
+    token_ids: tuple[int, ...] = ()
+    finish_reason: FinishReason | None = None
+    rounds: tuple[RoundTrace, ...] = ()
+    logprobs: tuple[TokenLogprobs, ...] | None = None
+
+    @property
+    def speculation(self) -> SpeculationStats:
+        """What speculation did for this output."""
+        return SpeculationStats.of(list(self.rounds))
+
+
+@dataclass(frozen=True)
+class RequestOutput:
+    """A request as far as it has got. With n = 1 its one completion can be read directly.
+
+    Attributes:
+        completions: n of them.
+        prompt_logprobs: one entry for each prompt token but the first, where they were asked for.
+        error: why the request failed; its completions are empty then.
     """
 
     request_id: str
     prompt_token_ids: tuple[int, ...]
-    text: str
-    new_text: str
-    token_ids: tuple[int, ...]
-    finish_reason: FinishReason | None
-    rounds: tuple[RoundTrace, ...] = ()
+    completions: tuple[Completion, ...]
+    prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
     error: OutriderError | None = None
 
     @property
+    def text(self) -> str:
+        return self.completions[0].text
+
+    @property
+    def new_text(self) -> str:
+        return self.completions[0].new_text
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        return self.completions[0].token_ids
+
+    @property
+    def finish_reason(self) -> FinishReason | None:
+        return self.completions[0].finish_reason
+
+    @property
+    def rounds(self) -> tuple[RoundTrace, ...]:
+        return self.completions[0].rounds
+
+    @property
+    def logprobs(self) -> tuple[TokenLogprobs, ...] | None:
+        return self.completions[0].logprobs
+
+    @property
     def finished(self) -> bool:
-        return self.finish_reason is not None
+        """All completions have ended."""
+        return all(completion.finish_reason is not None for completion in self.completions)
 
     @property
     def speculation(self) -> SpeculationStats:
-        """What speculation did for this request."""
-        return SpeculationStats.of(list(self.rounds))
+        """What speculation did for this request, over all its completions."""
+        return sum((c.speculation for c in self.completions), SpeculationStats())
 
     @classmethod
     def failed(cls, request_id: str, error: OutriderError) -> RequestOutput:
         """The output of a request that was refused."""
-        return cls(request_id, (), "", "", (), FinishReason.ERROR, (), error)
+        return cls(request_id, (), (Completion(finish_reason=FinishReason.ERROR),), None, error)
 
 
 class _StopFinder:
@@ -80,56 +127,67 @@ class _StopFinder:
 
 
 class OutputBuilder:
-    """Turns the committed tokens of one request into text, and trims them at stop strings."""
+    """Turns the committed tokens of one output into text, and trims them at stop strings."""
 
-    def __init__(self, request: Request, tokenizer: Tokenizer | None) -> None:
+    def __init__(self, request: Request, tokenizer: Tokenizer | None, index: int = 0) -> None:
         """Without a tokenizer the text stays empty."""
         self.request = request
+        self._index = index
         self._detokenizer = None if tokenizer is None else IncrementalDetokenizer(tokenizer)
         self._stops = _StopFinder(request.params.stop_strings)
         self._token_ids: list[int] = []
         self._text: list[str] = []
         self._new_text: list[str] = []
         self._rounds: list[RoundTrace] = []
+        self._logprobs: list[TokenLogprobs] = []
+        self._prompt_logprobs: list[TokenLogprobs] = []
+        self.finish_reason: FinishReason | None = None
 
-    def add(self, result: SpanResult) -> tuple[tuple[int, ...], FinishReason | None]:
-        """Take a step's tokens; returns those that stay, and why the request ends if it does.
+    def add(self, result: SpanResult, start: int = 0) -> tuple[int, ...]:
+        """Take a step's tokens; returns those that stay. `finish_reason` is set if it ends.
 
         The earliest end wins. At the same token a stop id comes before a stop string, and both
         before the length.
+
+        Args:
+            start: position of the span's first row, which places its prompt_logprobs.
         """
         self._new_text = []
+        if result.prompt_logprobs:  # a prompt that begins again after a preemption says it anew
+            self._prompt_logprobs[start:] = result.prompt_logprobs
         kept: list[int] = []
-        reason = None
         for index, token_id in enumerate(result.token_ids):
             is_last = index == len(result.token_ids) - 1
             kept.append(token_id)
+            num_output = len(self._token_ids) + len(kept)
             if is_last and result.finish_reason is FinishReason.STOP:
-                reason = FinishReason.STOP
-                self._finish_text()
+                self._end(FinishReason.STOP)
+            elif self._push(token_id, may_stop=num_output > self.request.params.min_tokens):
+                self.finish_reason = FinishReason.STOP
                 break
-            if self._push(token_id):
-                reason = FinishReason.STOP
-                break
-            if is_last:
-                reason = result.finish_reason
+            elif is_last and result.finish_reason is not None:
+                self._end(result.finish_reason)
         self._token_ids += kept
+        self._logprobs += result.logprobs[: len(kept)]
         if kept:
             self._rounds.append(RoundTrace(result.draft_token_ids, result.num_accepted, len(kept)))
-        if reason is FinishReason.LENGTH:
-            self._finish_text()
-        return tuple(kept), reason
+        return tuple(kept)
 
-    def _push(self, token_id: int) -> bool:
-        """Append a token's text; True where it completes a stop string."""
+    def _push(self, token_id: int, *, may_stop: bool) -> bool:
+        """Append a token's text; True where it completes a stop string that may end the output."""
         if self._detokenizer is None:
             return False
-        safe, stopped = self._stops.push(self._detokenizer.push([token_id]))
+        text = self._detokenizer.push([token_id])
+        if not may_stop:  # a stop string has to begin after the tokens that must be there
+            self._show(text)
+            return False
+        safe, stopped = self._stops.push(text)
         self._show(safe)
         return stopped
 
-    def _finish_text(self) -> None:
+    def _end(self, reason: FinishReason) -> None:
         """Show what was held back for a character or a stop string that will not come."""
+        self.finish_reason = reason
         tail = "" if self._detokenizer is None else self._detokenizer.flush()
         safe, stopped = self._stops.push(tail)
         self._show(safe if stopped else safe + self._stops.flush())
@@ -139,17 +197,28 @@ class OutputBuilder:
             self._text.append(text)
             self._new_text.append(text)
 
-    def output(self, reason: FinishReason | None) -> RequestOutput:
-        """The request as it stands."""
-        return RequestOutput(
-            request_id=self.request.request_id,
-            prompt_token_ids=self.request.prompt_token_ids,
+    def abort(self) -> None:
+        """The output ends here."""
+        self._new_text = []
+        self.finish_reason = FinishReason.ABORT
+
+    @property
+    def completion(self) -> Completion:
+        """The output as it stands."""
+        return Completion(
+            index=self._index,
             text="".join(self._text),
             new_text="".join(self._new_text),
             token_ids=tuple(self._token_ids),
-            finish_reason=reason,
+            finish_reason=self.finish_reason,
             rounds=tuple(self._rounds),
+            logprobs=None if self.request.params.logprobs is None else tuple(self._logprobs),
         )
+
+    @property
+    def prompt_logprobs(self) -> tuple[TokenLogprobs, ...] | None:
+        wanted = self.request.params.prompt_logprobs is not None
+        return tuple(self._prompt_logprobs) if wanted else None
 
 
 def total_speculation(outputs: Iterable[RequestOutput]) -> SpeculationStats:

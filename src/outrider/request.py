@@ -3,8 +3,9 @@
 from dataclasses import dataclass, field
 from enum import Enum
 
-from outrider.batch import FinishReason
-from outrider.config import SamplingParams
+from outrider.batch import FinishReason, LogitRules, Tier
+from outrider.params import SamplingParams
+from outrider.spec.names import DraftSampling
 
 
 @dataclass(frozen=True)
@@ -14,6 +15,7 @@ class Request:
     Attributes:
         stop_token_ids: every id that ends the text, end-of-sequence ids included.
         seed: key of its random numbers, drawn by the engine where the user gave none.
+        tier: what it takes to turn logits into its tokens.
     """
 
     request_id: str
@@ -22,6 +24,9 @@ class Request:
     stop_token_ids: tuple[int, ...]
     length_limit: int
     seed: int
+    rules: LogitRules
+    draft_sampling: DraftSampling
+    tier: Tier
 
 
 class Status(Enum):
@@ -42,7 +47,7 @@ class Sequence:
         num_prefill: tokens that the current prefill has to cover; the prompt, or after a
             preemption everything committed so far.
         num_computed: positions whose keys, values and recurrent state stand.
-        num_proposed: drafts waiting on the device.
+        proposed_token_ids: drafts waiting on the device.
     """
 
     sequence_id: int
@@ -53,11 +58,16 @@ class Sequence:
     slot: int | None = None
     num_prefill: int = 0
     num_computed: int = 0
-    num_proposed: int = 0
+    proposed_token_ids: tuple[int, ...] = ()
 
     @property
     def num_committed(self) -> int:
         return len(self.request.prompt_token_ids) + len(self.output_token_ids)
+
+    @property
+    def wants_prompt_logprobs(self) -> bool:
+        """A prefill after a preemption has reported them already, as its output shows."""
+        return self.request.params.prompt_logprobs is not None and not self.output_token_ids
 
     def committed(self, begin: int, end: int) -> tuple[int, ...]:
         """Tokens at positions begin .. end - 1 of prompt and output together."""

@@ -9,7 +9,7 @@ later; its text does not change.
 from __future__ import annotations
 
 from bisect import insort
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from outrider.batch import Batch, Effects, FinishReason, SlotSetup, Span, SpanResult
 from outrider.cache.manager import CacheManager
@@ -87,7 +87,7 @@ class Scheduler:
         sequence = self.sequence(span.sequence_id)
         advanced = len(token_ids) if sequence.status is Status.DECODING else span.num_rows
         sequence.num_computed += advanced
-        sequence.num_proposed = result.num_proposed
+        sequence.proposed_token_ids = result.proposed_token_ids
         sequence.output_token_ids.extend(token_ids)
         self.cache.commit(sequence.sequence_id, advanced)
         if span.effects.samples:
@@ -114,8 +114,17 @@ class Scheduler:
         wanted = self._wanted_drafts(sequence)
         feeds_draft = sequence.request.params.speculation and self.config.num_speculative_tokens > 0
         limit = sequence.request.length_limit
-        num_drafts_next = num_drafts_to_propose(wanted, sequence.num_committed, limit)
-        return Effects(True, num_drafts, feeds_draft, num_drafts_next)
+        request = sequence.request
+        return Effects(
+            samples=True,
+            num_drafts=num_drafts,
+            feeds_draft=feeds_draft,
+            num_drafts_next=num_drafts_to_propose(wanted, sequence.num_committed, limit),
+            tier=request.tier,
+            draft_sampling=request.draft_sampling,
+            num_logprobs=request.params.logprobs,
+            processed_logprobs=request.params.logprobs_mode == "processed",
+        )
 
     def _plan_rounds(self) -> tuple[Span, ...]:
         spans: list[Span] = []
@@ -124,7 +133,7 @@ class Scheduler:
                 continue  # still prefilling, or preempted for an older one just now
             limit = sequence.request.length_limit
             num_drafts = num_drafts_to_verify(
-                min(sequence.num_proposed, self._wanted_drafts(sequence)),
+                min(len(sequence.proposed_token_ids), self._wanted_drafts(sequence)),
                 sequence.num_committed,
                 limit,
             )
@@ -160,7 +169,7 @@ class Scheduler:
         self._running.remove(sequence)
         self.cache.release(sequence.sequence_id)
         sequence.status, sequence.slot = Status.WAITING, None
-        sequence.num_computed = sequence.num_proposed = 0
+        sequence.num_computed, sequence.proposed_token_ids = 0, ()
         self.num_preemptions += 1
         self.add(sequence)
 
@@ -205,7 +214,10 @@ class Scheduler:
         ends_prompt = end == sequence.num_prefill
         effects = self._effects(sequence, 0)
         if not ends_prompt:
-            effects = Effects(False, 0, effects.feeds_draft, 0)
+            effects = replace(effects, samples=False, num_drafts_next=0)
+        if sequence.wants_prompt_logprobs:
+            wanted = sequence.request.params.prompt_logprobs
+            effects = replace(effects, num_prompt_logprobs=wanted)
         return Span(
             sequence_id=sequence.sequence_id,
             slot=sequence.slot,
@@ -231,4 +243,6 @@ def _setup(sequence: Sequence) -> SlotSetup:
         top_p=params.top_p,
         min_p=params.min_p,
         seed=request.seed,
+        rules=request.rules,
+        draft_sampling=request.draft_sampling,
     )

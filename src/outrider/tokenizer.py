@@ -84,6 +84,10 @@ class Tokenizer:
         token = self._special_tokens.get("eos_token")
         return None if token is None else self._backend.token_to_id(token)
 
+    def vocabulary(self, size: int) -> list[str]:
+        """The tokens of ids 0 .. size - 1 as the tokenizer spells them; "" where there is none."""
+        return [self._backend.id_to_token(token_id) or "" for token_id in range(size)]
+
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of `text`.
 

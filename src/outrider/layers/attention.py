@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from outrider.layers.linear import Linear
-from outrider.layers.norm import RMSNorm
+from outrider.layers.norm import NormConfig, RMSNorm
 from outrider.layers.rows import AttentionCache, AttentionCacheSpec, RowBatch
 from outrider.ops.attention import paged_attention
 from outrider.ops.kv_cache import write_kv
@@ -16,8 +16,11 @@ from outrider.ops.rotary import apply_rotary
 class Attention(nn.Module):
     """q, k, v projections; per-head norm of q and k; rotary; paged attention; output projection.
 
-    With `output_gate` the query projection holds, per head, [q | gate], and the attention output
-    is multiplied by sigmoid(gate) before the output projection.
+    Args:
+        input_size: width of the projections' input, where it is not hidden_size.
+        qk_norm: the per-head norms; None for an architecture without them.
+        output_gate: the query projection holds, per head, [q | gate], and the attention output is
+            multiplied by sigmoid(gate) before the output projection.
     """
 
     def __init__(
@@ -26,20 +29,22 @@ class Attention(nn.Module):
         num_heads: int,
         num_kv_heads: int,
         head_dim: int,
-        norm_eps: float,
         *,
-        zero_centred_norm: bool,
-        output_gate: bool,
+        input_size: int | None = None,
+        qk_norm: NormConfig | None = None,
+        output_gate: bool = False,
     ) -> None:
         super().__init__()
         self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, head_dim
         self.output_gate = output_gate
         query_size = num_heads * head_dim * (2 if output_gate else 1)
         kv_size = num_kv_heads * head_dim
-        self.qkv_proj = Linear(hidden_size, query_size, kv_size, kv_size)
+        self.qkv_proj = Linear(input_size or hidden_size, query_size, kv_size, kv_size)
         self.o_proj = Linear(num_heads * head_dim, hidden_size)
-        self.q_norm = RMSNorm(head_dim, norm_eps, zero_centred=zero_centred_norm)
-        self.k_norm = RMSNorm(head_dim, norm_eps, zero_centred=zero_centred_norm)
+        self.has_qk_norm = qk_norm is not None
+        if qk_norm is not None:
+            self.q_norm = RMSNorm(head_dim, qk_norm)
+            self.k_norm = RMSNorm(head_dim, qk_norm)
 
     @property
     def cache_spec(self) -> AttentionCacheSpec:
@@ -48,15 +53,16 @@ class Attention(nn.Module):
     def forward(
         self, x: Tensor, rows: RowBatch, rotary: tuple[Tensor, Tensor], cache: AttentionCache
     ) -> Tensor:
-        """x [R, H] -> [R, H]; writes the rows' keys and values into the cache."""
+        """x [R, input_size] -> [R, H]; writes the rows' keys and values into the cache."""
         num_rows = x.shape[0]
         queries, keys, values = self.qkv_proj.forward_parts(x)
         queries = queries.view(num_rows, self.num_heads, -1)
         queries, gate = queries[..., : self.head_dim], queries[..., self.head_dim :]
         keys = keys.view(num_rows, self.num_kv_heads, self.head_dim)
         values = values.view(num_rows, self.num_kv_heads, self.head_dim)
-        queries = apply_rotary(self.q_norm(queries), *rotary)
-        keys = apply_rotary(self.k_norm(keys), *rotary)
+        if self.has_qk_norm:
+            queries, keys = self.q_norm(queries), self.k_norm(keys)
+        queries, keys = apply_rotary(queries, *rotary), apply_rotary(keys, *rotary)
         write_kv(keys, values, cache.kv_pool, rows.kv_index)
 
         output = torch.empty_like(queries)

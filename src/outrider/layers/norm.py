@@ -1,24 +1,33 @@
 """RMS norm layers."""
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor, nn
 
 from outrider.ops.rms_norm import gated_rms_norm, rms_norm
 
 
-class RMSNorm(nn.Module):
-    """RMS norm over the last dimension; zero_centred weights multiply as (1 + w)."""
+@dataclass(frozen=True)
+class NormConfig:
+    """What a model's RMS norms have in common; zero_centred weights multiply as (1 + w)."""
 
-    def __init__(self, size: int, eps: float, *, zero_centred: bool) -> None:
+    eps: float
+    zero_centred: bool
+
+
+class RMSNorm(nn.Module):
+    """RMS norm over the last dimension."""
+
+    def __init__(self, size: int, config: NormConfig) -> None:
         super().__init__()
-        self.eps = eps
-        self.zero_centred = zero_centred
+        self.config = config
         self.weight = nn.Parameter(torch.empty(size), requires_grad=False)
-        self.weight.dummy_init = "zeros" if zero_centred else "ones"  # pyright: ignore[reportAttributeAccessIssue]
+        self.weight.dummy_init = "zeros" if config.zero_centred else "ones"  # pyright: ignore[reportAttributeAccessIssue]
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., size] -> [..., size]."""
-        return rms_norm(x, self.weight, self.eps, zero_centred=self.zero_centred)
+        return rms_norm(x, self.weight, self.config.eps, zero_centred=self.config.zero_centred)
 
 
 class GatedRMSNorm(nn.Module):

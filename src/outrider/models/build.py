@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -11,6 +12,7 @@ from torch import nn
 
 from outrider.config import EngineConfig
 from outrider.errors import ConfigError
+from outrider.models.base import CausalLM
 from outrider.models.config import ModelConfig
 from outrider.models.loader import (
     LoadReport,
@@ -21,9 +23,13 @@ from outrider.models.loader import (
     load_weights,
     prepare_parameters,
 )
+from outrider.models.qwen3 import Qwen3ForCausalLM
 from outrider.models.qwen3_5 import Qwen3_5ForCausalLM
 
-ARCHITECTURES: dict[str, type[Qwen3_5ForCausalLM]] = {"qwen3_5": Qwen3_5ForCausalLM}
+ARCHITECTURES: Mapping[str, Callable[[ModelConfig], CausalLM]] = {
+    "qwen3": Qwen3ForCausalLM,
+    "qwen3_5": Qwen3_5ForCausalLM,
+}
 """Target class by ModelConfig.model_type."""
 
 _Module = TypeVar("_Module", bound=nn.Module)
@@ -81,9 +87,9 @@ def _resolve_device(engine: EngineConfig) -> torch.device:
     return torch.device("cuda" if has_cuda and engine.device != "cpu" else "cpu")
 
 
-def load_target(checkpoint: Checkpoint) -> Qwen3_5ForCausalLM:
+def load_target(checkpoint: Checkpoint) -> CausalLM:
     """The target model of a checkpoint, with its weights."""
     architecture = ARCHITECTURES[checkpoint.config.model_type]
     with torch.device("meta"):
         model = architecture(checkpoint.config)
-    return checkpoint.fill(model, architecture.weight_map)
+    return checkpoint.fill(model, model.weight_map)

@@ -7,12 +7,14 @@ fields below. Knows no tensors and no architecture's modules.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import cast
 
 from outrider.errors import CheckpointError
+from outrider.layers.rotary import YarnScaling
 from outrider.models.reading import Section
 
 LINEAR_ATTENTION = "linear_attention"
@@ -26,13 +28,19 @@ class _Family:
     name: str
     hybrid: bool
     rotary_factor: float
+    gated: bool
 
 
-_QWEN3_5 = _Family("qwen3_5", hybrid=True, rotary_factor=0.25)
+_QWEN3_5 = _Family("qwen3_5", hybrid=True, rotary_factor=0.25, gated=True)
 
-_FAMILIES: Mapping[str, _Family] = {"qwen3_5": _QWEN3_5, "qwen3_5_text": _QWEN3_5}
+_FAMILIES: Mapping[str, _Family] = {
+    "qwen3": _Family("qwen3", hybrid=False, rotary_factor=1.0, gated=False),
+    "qwen3_5": _QWEN3_5,
+    "qwen3_5_text": _QWEN3_5,
+}
 
 _REFUSED: Mapping[str, str] = {
+    "qwen3_moe": "mixture-of-experts models are not built yet",
     "qwen3_5_moe": "mixture-of-experts models are not built yet",
     "qwen3_5_moe_text": "mixture-of-experts models are not built yet",
 }
@@ -76,6 +84,7 @@ class ModelConfig:
     num_mtp_layers: int = 0
     sampling_defaults: Mapping[str, float] = field(default_factory=dict[str, float], hash=False)
     vision: bool = False
+    yarn: YarnScaling | None = None
 
     @classmethod
     def from_hf(cls, path: Path) -> ModelConfig:
@@ -85,9 +94,9 @@ class ModelConfig:
             CheckpointError: a file is missing or not JSON, a key is missing or has a value of the
                 wrong type, or the model is one that cannot be served; the message names it.
         """
-        config = _read_json(path / "config.json")
+        config = read_json(path / "config.json")
         generation = path / "generation_config.json"
-        return cls.from_dict(config, _read_json(generation) if generation.exists() else None)
+        return cls.from_dict(config, read_json(generation) if generation.exists() else None)
 
     @classmethod
     def from_dict(
@@ -99,7 +108,7 @@ class ModelConfig:
         nested = top.section("text_config")
         text = top if nested is None else nested
         _family(text)
-        _refuse_unbuilt(top, text)
+        _refuse_unbuilt(top, text, family)
         num_layers = text.positive_int("num_hidden_layers")
         layer_types = _layer_types(text, family, num_layers)
         hidden_size = text.positive_int("hidden_size")
@@ -110,7 +119,7 @@ class ModelConfig:
         if head_dim == 0:
             _check_multiple(text, "hidden_size", hidden_size, "num_attention_heads", num_heads)
             head_dim = hidden_size // num_heads
-        rope_theta, rotary_dim = _rotary(text, family, head_dim)
+        rope_theta, rotary_dim, yarn = read_rotary(text, family.rotary_factor, head_dim)
         vocab_size = text.positive_int("vocab_size")
         linear = _linear_attention(text) if LINEAR_ATTENTION in layer_types else (0, 0, 0, 0, 0)
         generation = Section("generation_config.json", generation_config or {})
@@ -132,17 +141,18 @@ class ModelConfig:
             linear_value_head_dim=linear[3],
             conv_kernel=linear[4],
             rms_norm_eps=text.positive_float("rms_norm_eps"),
-            max_position_embeddings=text.positive_int("max_position_embeddings"),
+            max_position_embeddings=_max_positions(text, yarn),
             tie_word_embeddings=_tied(top, text),
             dtype=_dtype(top, text),
             eos_token_ids=_eos_token_ids((generation, text, top), vocab_size),
             num_mtp_layers=_first_int((text, top), "mtp_num_hidden_layers"),
             sampling_defaults=_sampling_defaults(generation),
             vision=top.section("vision_config") is not None,
+            yarn=yarn,
         )
 
 
-def _read_json(path: Path) -> Mapping[str, object]:
+def read_json(path: Path) -> Mapping[str, object]:
     try:
         value: object = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -171,9 +181,24 @@ def _family(section: Section) -> _Family:
     return _FAMILIES[model_type]
 
 
-def _refuse_unbuilt(top: Section, text: Section) -> None:
+def _refuse_unbuilt(top: Section, text: Section, family: _Family) -> None:
     """Refuse, by name, variants that would load and then compute something else."""
-    for section in (top, text):
+    refuse_quantized(top, text)
+    for key, wanted in (
+        ("hidden_act", "silu"),
+        ("attention_bias", False),
+        ("use_sliding_window", False),
+        ("attn_output_gate", family.gated),
+        ("mtp_use_dedicated_embeddings", False),
+    ):
+        value = text.get(key, wanted)
+        if value != wanted:
+            raise CheckpointError(f"{text.name}: {key}", got=value, allowed=str(wanted))
+
+
+def refuse_quantized(*sections: Section) -> None:
+    """Refuse quantised checkpoints by name."""
+    for section in sections:
         quantization = section.section("quantization_config")
         if quantization is not None:
             raise CheckpointError(
@@ -181,15 +206,6 @@ def _refuse_unbuilt(top: Section, text: Section) -> None:
                 got=quantization.get("quant_method"),
                 hint="use the checkpoint that is not quantised",
             )
-    for key, wanted in (
-        ("hidden_act", "silu"),
-        ("attention_bias", False),
-        ("attn_output_gate", True),
-        ("mtp_use_dedicated_embeddings", False),
-    ):
-        value = text.get(key, wanted)
-        if value != wanted:
-            raise CheckpointError(f"{text.name}: {key}", got=value, allowed=str(wanted))
 
 
 def _layer_types(text: Section, family: _Family, num_layers: int) -> tuple[str, ...]:
@@ -218,8 +234,18 @@ def _layer_types(text: Section, family: _Family, num_layers: int) -> tuple[str, 
     return tuple(str(name) for name in names)
 
 
-def _rotary(text: Section, family: _Family, head_dim: int) -> tuple[float, int]:
-    """(rope_theta, rotary_dim), from rope_parameters, rope_scaling or the old top-level keys.
+def _max_positions(text: Section, yarn: YarnScaling | None) -> int:
+    """Longest context: what the configuration says, or what YaRN stretches it to."""
+    listed = text.positive_int("max_position_embeddings")
+    if yarn is None:
+        return listed
+    return max(listed, int(yarn.factor * yarn.original_max_position_embeddings))
+
+
+def read_rotary(
+    text: Section, default_factor: float, head_dim: int
+) -> tuple[float, int, YarnScaling | None]:
+    """(rope_theta, rotary_dim, yarn), from rope_parameters, rope_scaling or the old keys.
 
     mrope_section is not read: for text the three positions of a token are equal, and the rotation
     is the plain one.
@@ -229,16 +255,21 @@ def _rotary(text: Section, family: _Family, head_dim: int) -> tuple[float, int]:
         for section in (text.section("rope_parameters"), text.section("rope_scaling"), text)
         if section is not None
     ]
+    yarn = None
     for section in sections[:-1]:
         kind = section.get("rope_type", section.get("type", "default"))
         # "mrope" is how old configurations spell the default rotation with an mrope_section.
-        if kind not in ("default", "mrope"):
+        if kind == "yarn":
+            yarn = _yarn(section, text)
+        elif kind not in ("default", "mrope"):
             raise CheckpointError(
-                f"{section.name}: rope type is not built yet", got=kind, allowed="default"
+                f"{section.name}: rope type is not built yet",
+                got=kind,
+                allowed=("default", "yarn"),
             )
     with_theta = next((s for s in sections if s.get("rope_theta") is not None), text)
     with_factor = next((s for s in sections if s.get("partial_rotary_factor") is not None), text)
-    factor = with_factor.positive_float("partial_rotary_factor", default=family.rotary_factor)
+    factor = with_factor.positive_float("partial_rotary_factor", default=default_factor)
     rotary_dim = int(head_dim * factor)
     if not 0 < rotary_dim <= head_dim or rotary_dim % 2:
         raise CheckpointError(
@@ -246,7 +277,26 @@ def _rotary(text: Section, family: _Family, head_dim: int) -> tuple[float, int]:
             got=factor,
             allowed="a share of head_dim that is an even number of dims",
         )
-    return with_theta.positive_float("rope_theta"), rotary_dim
+    return with_theta.positive_float("rope_theta"), rotary_dim, yarn
+
+
+def _yarn(section: Section, text: Section) -> YarnScaling:
+    for key in ("mscale", "mscale_all_dim"):
+        if section.get(key) is not None:
+            raise CheckpointError(f"{section.name}: {key} is not built yet", got=section.get(key))
+    factor = section.positive_float("factor")
+    return YarnScaling(
+        factor=factor,
+        original_max_position_embeddings=section.positive_int(
+            "original_max_position_embeddings", text.positive_int("max_position_embeddings")
+        ),
+        beta_fast=section.positive_float("beta_fast", default=32.0),
+        beta_slow=section.positive_float("beta_slow", default=1.0),
+        attention_factor=section.positive_float(
+            "attention_factor", default=0.1 * math.log(factor) + 1.0 if factor > 1 else 1.0
+        ),
+        truncate=section.boolean("truncate", default=True),
+    )
 
 
 def _linear_attention(text: Section) -> tuple[int, int, int, int, int]:

@@ -52,18 +52,26 @@ class WeightMap:
         skip: regular expressions for checkpoint names that nobody wants (vision).
         packed: end of a module's path -> the checkpoint paths, put in its place, whose tensors are
             concatenated along dim 0. The module names their row counts in `part_sizes`.
+        renames: beginnings of stripped names, and what stands in their place in the module.
     """
 
     prefixes: tuple[str, ...]
     skip: tuple[str, ...] = ()
     packed: Mapping[str, tuple[str, ...]] = field(default_factory=dict[str, tuple[str, ...]])
+    renames: Mapping[str, str] = field(default_factory=dict[str, str])
 
     def strip(self, name: str) -> tuple[str, str] | None:
         """(prefix, rest) of a checkpoint name, or None where no prefix matches."""
         for prefix in self.prefixes:
             if name.startswith(prefix):
-                return prefix, name[len(prefix) :]
+                return prefix, self._renamed(name[len(prefix) :])
         return None
+
+    def _renamed(self, rest: str) -> str:
+        for old, new in self.renames.items():
+            if rest.startswith(old):
+                return new + rest[len(old) :]
+        return rest
 
     def skips(self, name: str) -> bool:
         """Whether nobody wants the checkpoint tensor `name`."""

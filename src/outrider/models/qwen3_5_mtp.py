@@ -8,6 +8,7 @@ hidden state after its final norm, or the head's own output when it continues a 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -16,9 +17,10 @@ from outrider.errors import CheckpointError
 from outrider.layers.linear import Linear
 from outrider.layers.norm import RMSNorm
 from outrider.layers.rows import LayerCache, LayerCacheSpec, RowBatch
+from outrider.models.base import CausalLM, DecoderLayer
 from outrider.models.config import ModelConfig
 from outrider.models.loader import WeightMap
-from outrider.models.qwen3_5 import PACKED_WEIGHTS, Qwen3_5DecoderLayer, Qwen3_5ForCausalLM
+from outrider.models.qwen3_5 import PACKED_WEIGHTS, full_attention_layer, norm_config
 
 
 class Qwen3_5MTP(nn.Module):
@@ -28,9 +30,9 @@ class Qwen3_5MTP(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        size, eps = config.hidden_size, config.rms_norm_eps
-        self.pre_fc_norm_embedding = RMSNorm(size, eps, zero_centred=True)
-        self.pre_fc_norm_hidden = RMSNorm(size, eps, zero_centred=True)
+        size, norm = config.hidden_size, norm_config(config)
+        self.pre_fc_norm_embedding = RMSNorm(size, norm)
+        self.pre_fc_norm_hidden = RMSNorm(size, norm)
         self.fc = Linear(2 * size, size)
         if config.num_mtp_layers != 1:
             raise CheckpointError(
@@ -39,17 +41,17 @@ class Qwen3_5MTP(nn.Module):
                 allowed="1, as in every released checkpoint",
                 hint="draft with another method, or without one",
             )
-        self.layers = nn.ModuleList([Qwen3_5DecoderLayer(config, "full_attention")])
-        self.norm = RMSNorm(size, eps, zero_centred=True)
+        self.layers = nn.ModuleList([full_attention_layer(config)])
+        self.norm = RMSNorm(size, norm)
 
     @property
     def cache_specs(self) -> tuple[LayerCacheSpec, ...]:
-        return tuple(layer.cache_spec for layer in self.layers)  # pyright: ignore[reportReturnType]
+        return tuple(cast(DecoderLayer, layer).cache_spec for layer in self.layers)
 
     @torch.inference_mode()
     def forward(
         self,
-        target: Qwen3_5ForCausalLM,
+        target: CausalLM,
         next_token_ids: Tensor,
         hidden: Tensor,
         rows: RowBatch,

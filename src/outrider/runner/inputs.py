@@ -106,6 +106,9 @@ class InputBuilder:
             places.append(kv_index(tables, positions, kept, self._block_size))
             groups.append(group)
             token_ids += span.token_ids
+            self._slots.token_ids[span.slot, span.start : span.start + span.num_rows] = (
+                self._tensor(span.token_ids).to(self._slots.token_ids.dtype)
+            )
             # After a prompt's last row comes a token that only the round will know.
             next_token_ids += [*span.token_ids[1:], span.next_token_id or 0]
             if span.effects.samples:

@@ -5,19 +5,24 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from enum import Enum
 
-import torch
 from torch import Tensor
 
 from outrider.layers.rows import LayerCache, LayerCacheSpec, RowBatch
+from outrider.spec.choose import DraftChooser, Proposal
 
 
-class Taps(Enum):
-    """Hidden states of the target that a draft reads."""
+@dataclass(frozen=True)
+class Taps:
+    """Hidden states of the target that a draft reads.
 
-    NONE = "none"
-    FINAL_HIDDEN = "final hidden"
+    Attributes:
+        final_hidden: the hidden state after the final norm.
+        layers: layers whose input (the residual stream entering them) is read, ascending.
+    """
+
+    final_hidden: bool = False
+    layers: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -26,70 +31,81 @@ class Frontier:
 
     Attributes:
         max_drafts: most drafts that any of the sequences wants, at least 1.
+        num_wanted: [B] int64, drafts each of them wants.
+        num_committed: [B] int64, tokens of each text.
+        history: [B, L] int64, those tokens; entries past num_committed are unspecified. A method
+            that does not call it costs nothing.
         rows_at: rows of chain step 2, 3, ...: step s runs one row per sequence at the position of
             its newest committed token plus s - 2, inert where the sequence wants fewer drafts.
+        chooser: picks a token from a draft's scores as each request wishes, and remembers q.
     """
 
     max_drafts: int
+    num_wanted: Tensor
+    num_committed: Tensor
+    history: Callable[[], Tensor]
     rows_at: Callable[[int], RowBatch]
+    chooser: DraftChooser
 
 
 class Drafter(ABC):
     """A draft method, ready to run.
 
     Attributes:
-        name: canonical name of the method.
         taps: what `feed` is given of the target.
         cache_specs: layers of its own, whose caches share block ids and positions with the target.
+        samples: whether it has a distribution to sample from; a lookup has none and proposes a
+            point mass whatever a request asks for.
     """
 
-    name: str
-    taps: Taps
-    cache_specs: tuple[LayerCacheSpec, ...]
+    taps: Taps = Taps()
+    cache_specs: tuple[LayerCacheSpec, ...] = ()
+    samples: bool = True
 
-    @abstractmethod
     def bind(self, caches: tuple[LayerCache, ...]) -> None:
         """Receive the storage that was allocated for cache_specs. Called once."""
 
-    @abstractmethod
     def feed(self, tapped: Tensor, next_token_ids: Tensor, rows: RowBatch) -> Tensor:
         """See every row of a pass, whether or not something will be proposed from it.
 
         Args:
-            tapped: [R, H], what `taps` names.
+            tapped: [R, H'], what `taps` names.
             next_token_ids: [R], the token after each row. Rows past a sequence's last accepted one
                 hold garbage that a later feed overwrites.
 
         Returns:
-            [R, H'], handed back to `propose` for one row of each sequence.
+            [R, H''], handed back to `propose` for one row of each sequence.
         """
+        return tapped
 
     @abstractmethod
-    def propose(self, hidden: Tensor, frontier: Frontier) -> Tensor:
+    def propose(self, hidden: Tensor, frontier: Frontier) -> Proposal:
         """Draft tokens.
 
         Args:
-            hidden: [B, H'] of each sequence's last committed row.
-
-        Returns:
-            [B, max_drafts] int64. Entries past a sequence's wish are unspecified.
+            hidden: [B, H''] of each sequence's last committed row.
         """
 
 
 class ChainDrafter(Drafter):
-    """A draft network that continues from its own output, proposing its argmax at every step."""
+    """A draft network that continues from its own output, one token a step."""
 
     @abstractmethod
     def logits(self, hidden: Tensor) -> Tensor:
-        """[B, H'] -> [B, V], scores of target token ids."""
+        """[B, H''] -> [B, V'], scores over the draft's vocabulary."""
 
     @abstractmethod
     def step(self, hidden: Tensor, token_ids: Tensor, rows: RowBatch) -> Tensor:
-        """Feed a drafted token: hidden [B, H'], token_ids [B] -> [B, H']."""
+        """Feed a drafted token: hidden [B, H''], target token_ids [B] -> [B, H'']."""
 
-    def propose(self, hidden: Tensor, frontier: Frontier) -> Tensor:
-        drafts = [self.logits(hidden).argmax(-1)]
+    @property
+    def target_ids(self) -> Tensor | None:
+        """[V'] target id of each draft id, or None where they are the same."""
+        return None
+
+    def propose(self, hidden: Tensor, frontier: Frontier) -> Proposal:
+        token_ids = frontier.chooser.choose(self.logits(hidden), self.target_ids)
         for step in range(2, frontier.max_drafts + 1):
-            hidden = self.step(hidden, drafts[-1], frontier.rows_at(step))
-            drafts.append(self.logits(hidden).argmax(-1))
-        return torch.stack(drafts, dim=-1)
+            hidden = self.step(hidden, token_ids, frontier.rows_at(step))
+            token_ids = frontier.chooser.choose(self.logits(hidden), self.target_ids)
+        return frontier.chooser.proposal(frontier.num_wanted)

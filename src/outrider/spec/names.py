@@ -1,18 +1,19 @@
-"""Names of draft methods and their aliases. A leaf: knows names, not what the methods do.
+"""Names of draft methods and of ways to draw drafts. A leaf: names, not what they do.
 
-Aliases end here: everything past the configuration sees only the names in METHODS.
+Aliases end here: everything past the configuration sees only canonical names.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from enum import StrEnum
 
 from outrider.errors import ConfigError
 
-METHODS: tuple[str, ...] = ("mtp",)
+METHODS: tuple[str, ...] = ("mtp", "eagle3", "ngram")
 """Canonical names, one for each way to draft."""
 
-SIDECAR_METHODS: frozenset[str] = frozenset()
+SIDECAR_METHODS: frozenset[str] = frozenset({"eagle3"})
 """Methods whose draft weights are a checkpoint of their own, named by SpeculativeConfig.model."""
 
 ALIASES: Mapping[str, str] = {
@@ -20,8 +21,22 @@ ALIASES: Mapping[str, str] = {
     "qwen3_next_mtp": "mtp",
     "hy3_mtp": "mtp",
     "deepseek_mtp": "mtp",
+    "prompt_lookup": "ngram",
 }
 """Names that other engines use, in lower case with underscores, and the method they mean."""
+
+
+class DraftSampling(StrEnum):
+    """How a draft picks a token from its own distribution, and with it the verification rule.
+
+    ARGMAX takes the most likely token; COUPLED draws with the noise that the target will use at
+    that position; both are verified by `match`. SAMPLED draws from a truncated, renormalised q of
+    its own and is verified by `block`.
+    """
+
+    ARGMAX = "argmax"
+    COUPLED = "coupled"
+    SAMPLED = "sampled"
 
 
 def canonical_method(name: str) -> str:

@@ -1,6 +1,6 @@
 """Draft methods by name: where their weights come from, and which targets can host them.
 
-Adding a method means a file with its model, a file with its Drafter, and one entry here.
+Adding a method means a file for its model, a file for its Drafter, and one entry here.
 """
 
 from __future__ import annotations
@@ -8,16 +8,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-import torch
-
 from outrider.config import SpeculativeConfig
 from outrider.errors import ConfigError
+from outrider.models.base import CausalLM
 from outrider.models.build import Checkpoint
 from outrider.models.config import ModelConfig
-from outrider.models.qwen3_5 import Qwen3_5ForCausalLM
-from outrider.models.qwen3_5_mtp import Qwen3_5MTP
+from outrider.spec import eagle3, mtp, ngram
 from outrider.spec.base import Drafter
-from outrider.spec.mtp import MTPDrafter
 
 
 @dataclass(frozen=True)
@@ -26,37 +23,26 @@ class DraftMethod:
 
     Attributes:
         refusal: why a target cannot host it, or None where it can.
-        setup: builds the drafter beside a loaded target.
+        set_up: builds the drafter beside a loaded target.
     """
 
     refusal: Callable[[ModelConfig], str | None]
-    setup: Callable[[Checkpoint, Qwen3_5ForCausalLM, SpeculativeConfig], Drafter]
+    set_up: Callable[[Checkpoint, CausalLM, SpeculativeConfig], Drafter]
 
 
-def _mtp_refusal(config: ModelConfig) -> str | None:
-    if config.num_mtp_layers == 0:
-        return "its checkpoint has no MTP head (mtp_num_hidden_layers is 0 or absent)"
-    return None
+METHODS: Mapping[str, DraftMethod] = {
+    "mtp": DraftMethod(mtp.refusal, mtp.set_up),
+    "eagle3": DraftMethod(eagle3.refusal, eagle3.set_up),
+    "ngram": DraftMethod(ngram.refusal, ngram.set_up),
+}
 
 
-def _setup_mtp(
-    checkpoint: Checkpoint, target: Qwen3_5ForCausalLM, _config: SpeculativeConfig
-) -> Drafter:
-    with torch.device("meta"):
-        head = Qwen3_5MTP(checkpoint.config)
-    return MTPDrafter(checkpoint.fill(head, Qwen3_5MTP.weight_map), target)
-
-
-METHODS: Mapping[str, DraftMethod] = {"mtp": DraftMethod(_mtp_refusal, _setup_mtp)}
-
-
-def build_drafter(
-    checkpoint: Checkpoint, target: Qwen3_5ForCausalLM, config: SpeculativeConfig
-) -> Drafter:
+def build_drafter(checkpoint: Checkpoint, target: CausalLM, config: SpeculativeConfig) -> Drafter:
     """The drafter that `config` asks for.
 
     Raises:
         ConfigError: the target cannot host the method.
+        CheckpointError: the draft's checkpoint cannot be read or does not fit the target.
     """
     method = METHODS[config.method]
     refusal = method.refusal(checkpoint.config)
@@ -66,7 +52,7 @@ def build_drafter(
             f"{checkpoint.config.model_type} cannot host speculative method {config.method}: "
             f"{refusal}",
             got=config.method,
-            allowed=hosted or "no method for this checkpoint",
+            allowed=hosted,
             hint="choose another method, or leave speculative_config out",
         )
-    return method.setup(checkpoint, target, config)
+    return method.set_up(checkpoint, target, config)

@@ -1,9 +1,21 @@
 """Which drafts survive, and what a round commits.
 
-Rule `match`, for drafts that are a point mass (an argmax, a lookup): the target draws its own token
-y_i ~ p(. | x_<i) at every row, drafts are accepted while y_i == x_i, and the first y_i that differs
-(or the one after the last draft) is emitted too. Every emitted token is the target's own draw, so
-the law of the text is the target's, whatever was proposed. At temperature 0 the draw is the argmax.
+Rule `match`, for drafts that are a point mass given the noise (an argmax, a lookup, a coupled
+draw): the target draws its own token y_i ~ p(. | x_<i) at every row, drafts are accepted while
+y_i == x_i, and the first y_i that differs (or the one after the last draft) is emitted too. Every
+emitted token is the target's own draw, so the law of the text is the target's, whatever was
+proposed. At temperature 0 the draw is the argmax.
+
+Rule `block`, for drafts x_i ~ q(. | x_<i):
+
+    P_0 = 1,  P_i = min(1, P_{i-1} p(x_i | x_<i) / q(x_i | x_<i))
+    S_i = sum_x max(P_i p(x | x_<=i) - q(x | x_<=i), 0)
+    h_i = S_i / (S_i + 1 - P_i) for i < k (0/0 = 1),  h_k = P_k
+
+accepts tau = the largest i with u_i <= h_i, a later acceptance overriding an earlier refusal, and
+emits y ~ p after a whole block, else y ~ max(P_tau p - q, 0) normalised. It accepts at least as
+many drafts as token-wise rejection (Z. Sun et al., "Block verification accelerates speculative
+decoding", 2024).
 """
 
 from __future__ import annotations
@@ -31,6 +43,99 @@ def accept_matching(sampled: Tensor, draft_token_ids: Tensor, num_drafts: Tensor
 
 
 @dataclass(frozen=True)
+class SparseLaw:
+    """The distribution q that each draft was drawn from: zero outside the listed ids.
+
+    Attributes:
+        token_ids: [B, K, m] int64, distinct within a row where probs are positive.
+        probs: [B, K, m], rows sum to 1; entries that are not used are 0.
+    """
+
+    token_ids: Tensor
+    probs: Tensor
+
+
+@dataclass(frozen=True)
+class BlockTerms:
+    """P and h of the rule, entry i for a block cut after i drafts.
+
+    Attributes:
+        reach: [B, K + 1], P_0 .. P_K.
+        accept: [B, K + 1], h_0 .. h_K; h_0 is 1 and entries past num_drafts are 0.
+    """
+
+    reach: Tensor
+    accept: Tensor
+
+
+def block_terms(
+    probs: Tensor, draft_token_ids: Tensor, num_drafts: Tensor, q: SparseLaw
+) -> BlockTerms:
+    """P_i and h_i of every block.
+
+    Args:
+        probs: [B, T, V] the target's distribution at each row, float32 or float64.
+        draft_token_ids: [B, T - 1].
+        num_drafts: [B].
+    """
+    batch, most = draft_token_ids.shape
+    index = torch.arange(most + 1, device=probs.device)
+    p_drafted = probs[:, :-1].gather(-1, draft_token_ids[..., None])[..., 0]  # [B, K]
+    q_drafted = torch.where(q.token_ids == draft_token_ids[..., None], q.probs, 0.0).sum(-1)
+    reach = [probs.new_ones(batch)]
+    for i in range(most):
+        ratio = p_drafted[:, i] / q_drafted[:, i]
+        reach.append((reach[-1] * ratio.nan_to_num(0.0)).clamp(max=1.0))
+    reaches = torch.stack(reach, dim=1)  # [B, K + 1]
+
+    p_listed = probs[:, :-1].gather(-1, q.token_ids)  # [B, K, m]: row i is after i drafts
+    overlap = torch.minimum(reaches[:, :-1, None] * p_listed, q.probs).sum(-1)
+    excess = (reaches[:, :-1] - overlap).clamp(min=0.0)  # S_i
+    total = excess + 1.0 - reaches[:, :-1]
+    inner = torch.where(total > 0, excess / total, 1.0)
+    accept = torch.cat((inner, inner[:, :1]), dim=1)
+    accept = torch.where(index == num_drafts[:, None], reaches, accept)
+    accept = torch.where(index > num_drafts[:, None], 0.0, accept)
+    accept[:, 0] = 1.0
+    return BlockTerms(reaches, accept)
+
+
+def accept_block(terms: BlockTerms, uniforms: Tensor) -> Tensor:
+    """tau: the largest i with u_i <= h_i, [B] int64; uniforms [B, K] in (0, 1)."""
+    index = torch.arange(1, uniforms.shape[1] + 1, device=uniforms.device)
+    return torch.where(uniforms <= terms.accept[:, 1:], index, 0).amax(-1)
+
+
+def residual_probs(
+    probs: Tensor, num_accepted: Tensor, num_drafts: Tensor, q: SparseLaw, terms: BlockTerms
+) -> Tensor:
+    """Weights [B, V] (not normalised) of the token that a round adds after num_accepted drafts.
+
+    A residual that is zero everywhere, which is p == q up to rounding, falls back to p.
+    """
+    row = torch.arange(probs.shape[0], device=probs.device)
+    target = probs[row, num_accepted]
+    cut = num_accepted < num_drafts
+    refused = num_accepted.clamp(max=q.probs.shape[1] - 1)  # index of the first draft not kept
+    weights = terms.reach[row, num_accepted][:, None] * target
+    weights = weights.scatter_add(-1, q.token_ids[row, refused], -q.probs[row, refused])
+    weights = weights.clamp(min=0.0)
+    usable = cut & (weights.sum(-1) > 0)
+    return torch.where(usable[:, None], weights, target)
+
+
+def accept_synthetic(uniform: Tensor, rates: Tensor, num_drafts: Tensor) -> Tensor:
+    """For benchmarks: accept i drafts or more with probability rates[i - 1].
+
+    Args:
+        uniform: [B].
+        rates: [K], not increasing.
+        num_drafts: [B].
+    """
+    return torch.minimum((uniform[:, None] < rates).sum(-1), num_drafts)
+
+
+@dataclass(frozen=True)
 class RoundOutcome:
     """What a round commits, trimmed at stop ids and the length limit.
 
@@ -48,7 +153,7 @@ class RoundOutcome:
 
 
 def trim_round(
-    sampled: Tensor,
+    token_ids: Tensor,
     num_accepted: Tensor,
     num_committed: Tensor,
     length_limits: Tensor,
@@ -56,22 +161,19 @@ def trim_round(
 ) -> RoundOutcome:
     """Cut the emitted tokens at the earliest stop id or the length limit.
 
-    The rule `match` makes an accepted draft equal to the target's token of its row, so the first
-    num_accepted + 1 sampled tokens are what the round emits.
-
     Args:
-        sampled: [B, T] int64.
+        token_ids: [B, T] int64, of which a round emits the first num_accepted + 1.
         num_accepted: [B] int64.
         num_committed: [B] int64, tokens before the round.
         length_limits: [B] int64.
         stop_token_ids: [B, M] int64, unused entries hold no token's id.
     """
-    index = torch.arange(sampled.shape[1], device=sampled.device)
+    index = torch.arange(token_ids.shape[1], device=token_ids.device)
     room = length_limits - num_committed
     num_emitted = torch.minimum(num_accepted + 1, room)
-    is_stop = (sampled[:, :, None] == stop_token_ids[:, None, :]).any(-1)
+    is_stop = (token_ids[:, :, None] == stop_token_ids[:, None, :]).any(-1)
     is_stop &= index < num_emitted[:, None]
     stopped = is_stop.any(-1)
     first_stop = is_stop.long().argmax(-1)
     num_emitted = torch.where(stopped, first_stop + 1, num_emitted)
-    return RoundOutcome(sampled, num_emitted, stopped, num_emitted == room)
+    return RoundOutcome(token_ids, num_emitted, stopped, num_emitted == room)

@@ -5,7 +5,13 @@ J. Salmon, M. Moraes, R. Dror, D. Shaw, "Parallel random numbers: as easy as 1, 
 
 from torch import Tensor
 
-from outrider.ops.philox.reference import philox_reference, race_times_reference
+from outrider.ops.philox.reference import (
+    Purpose,
+    philox_reference,
+    race_times_of_reference,
+    race_times_reference,
+    uniforms_reference,
+)
 
 
 def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], seed: Tensor) -> Tensor:
@@ -21,17 +27,40 @@ def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], seed: Tensor) -> Tens
     return philox_reference(counter, seed)
 
 
-def race_times(seeds: Tensor, positions: Tensor, num_tokens: int) -> Tensor:
+def race_times(
+    seeds: Tensor,
+    keys: Tensor,
+    num_tokens: int,
+    purpose: Purpose = Purpose.TARGET,
+    index: Tensor | int = 0,
+) -> Tensor:
     """Standard exponential times, one for each row and token id: the noise of a sampled row.
 
-    argmin over ids of time / p is a sample from p. The time of an id depends on (seed, position,
-    id) only: neither the batch nor the vocabulary's end matters.
+    argmin over ids of time / p is a sample from p. The time of an id depends on (seed, key,
+    purpose, index, id) only: neither the batch nor the vocabulary's end matters.
 
     Args:
         seeds: [R] int64.
-        positions: [R] int64, absolute position of the token being drawn.
+        keys: [R] int64; for Purpose.TARGET the absolute position of the token being drawn, else
+            the number of committed tokens at the start of the round.
+        index: place in the block, one for all rows or [R] int64.
 
     Returns:
         [R, num_tokens] float32, positive and finite.
     """
-    return race_times_reference(seeds, positions, num_tokens)
+    return race_times_reference(seeds, keys, num_tokens, purpose, index)
+
+
+def race_times_of(
+    seeds: Tensor, keys: Tensor, token_ids: Tensor, purpose: Purpose, index: int = 0
+) -> Tensor:
+    """The entries `token_ids` [R, m] of what race_times gives, without making the others."""
+    return race_times_of_reference(seeds, keys, token_ids, purpose, index)
+
+
+def uniforms(seeds: Tensor, keys: Tensor, count: int, purpose: Purpose) -> Tensor:
+    """One uniform in (0, 1) for each row and index 0 .. count - 1: [R, count] float32."""
+    return uniforms_reference(seeds, keys, count, purpose)
+
+
+__all__ = ["Purpose", "philox", "race_times", "race_times_of", "uniforms"]

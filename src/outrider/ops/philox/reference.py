@@ -1,5 +1,7 @@
 """Reference Philox4x32-10 on int64 tensors that hold unsigned 32-bit words."""
 
+from enum import IntEnum
+
 import torch
 from torch import Tensor
 
@@ -8,8 +10,20 @@ MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
 NUM_PHILOX_ROUNDS = 10
 
-# Purposes keep the streams of one seed apart.
-PURPOSE_TARGET = 0
+
+class Purpose(IntEnum):
+    """Streams of one seed that never meet.
+
+    TARGET is keyed by the absolute position of a token. The others decide the fate of drafts and
+    are keyed by the round, that is by the number of committed tokens at its start, and an index in
+    the block: a position that is drawn again in a later round meets fresh numbers.
+    """
+
+    TARGET = 0
+    DRAFT = 1
+    ACCEPT = 2
+    RESIDUAL = 3
+    SYNTHETIC = 4
 
 
 def _multiply(word: Tensor, multiplier: int) -> tuple[Tensor, Tensor]:
@@ -30,13 +44,43 @@ def philox_reference(counter: tuple[Tensor, Tensor, Tensor, Tensor], seed: Tenso
     return torch.stack((c0, c1, c2, c3), dim=-1)
 
 
-def race_times_reference(seeds: Tensor, positions: Tensor, num_tokens: int) -> Tensor:
-    """seeds, positions [R] -> [R, num_tokens]."""
+def _counter(
+    token_block: Tensor, key: Tensor, purpose: Purpose, index: Tensor | int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Counter words: block of four token ids, 64 bits of key, purpose and index in the block."""
+    last = torch.as_tensor(index, device=key.device) * 256 + int(purpose)
+    return token_block, key & MASK, key >> 32, last
+
+
+def _exponential(words: Tensor) -> Tensor:
+    # Winners of a race have small times, where float32 keeps all 32 bits. A word near 2^32 would
+    # round up to 1, whose time is infinite.
+    uniform = ((words.float() + 0.5) * 2.0**-32).clamp(max=1.0 - 2.0**-24)
+    return -torch.log1p(-uniform)
+
+
+def race_times_reference(
+    seeds: Tensor, keys: Tensor, num_tokens: int, purpose: Purpose, index: Tensor | int
+) -> Tensor:
+    """seeds, keys [R] -> [R, num_tokens]."""
     block = torch.arange(-(-num_tokens // 4), device=seeds.device)  # four ids share a counter
-    purpose = torch.full_like(block[:1], PURPOSE_TARGET)
-    words = philox_reference(
-        (block, positions[:, None] & MASK, positions[:, None] >> 32, purpose), seeds[:, None]
-    )
-    uniform = (words.flatten(1)[:, :num_tokens].float() + 0.5) * 2.0**-32
-    # Winners have small times, where float32 keeps all 32 bits. A word near 2^32 rounds up to 1.
-    return -torch.log1p(-uniform.clamp(max=1.0 - 2.0**-24))
+    row_index = index[:, None] if isinstance(index, Tensor) else index
+    words = philox_reference(_counter(block, keys[:, None], purpose, row_index), seeds[:, None])
+    return _exponential(words.flatten(1)[:, :num_tokens])
+
+
+def race_times_of_reference(
+    seeds: Tensor, keys: Tensor, token_ids: Tensor, purpose: Purpose, index: int
+) -> Tensor:
+    """seeds, keys [R], token_ids [R, m] -> [R, m]."""
+    counter = _counter(token_ids // 4, keys[:, None], purpose, index)
+    words = philox_reference(counter, seeds[:, None])
+    return _exponential(words.gather(-1, (token_ids % 4)[..., None])[..., 0])
+
+
+def uniforms_reference(seeds: Tensor, keys: Tensor, count: int, purpose: Purpose) -> Tensor:
+    """seeds, keys [R] -> [R, count]."""
+    index = torch.arange(count, device=seeds.device)
+    counter = _counter(torch.zeros_like(index), keys[:, None], purpose, index)
+    words = philox_reference(counter, seeds[:, None])[..., 0]
+    return ((words.float() + 0.5) * 2.0**-32).clamp(max=1.0 - 2.0**-24)

@@ -1,0 +1,170 @@
+"""From a prompt and its parameters to validated requests, one for each output wanted."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from outrider.batch import LogitRules, Tier
+from outrider.errors import RequestError
+from outrider.params import SamplingParams
+from outrider.request import Request
+from outrider.spec.names import DraftSampling
+from outrider.tokenizer import Tokenizer
+
+SAMPLED_FROM = 0.3
+"""Temperature from which a request samples its drafts unless somebody says otherwise: below it the
+draft's argmax is accepted as often, and needs no second distribution."""
+
+
+@dataclass(frozen=True)
+class AdmissionRules:
+    """What requests are checked against.
+
+    Attributes:
+        eos_token_ids: the checkpoint's end-of-sequence ids.
+        engine_seed: seeds of requests that bring none derive from it.
+        draft_sampling: the engine's way of drawing drafts, None for the default.
+        drafter_samples: whether the draft method has a distribution to sample from; None without
+            a draft.
+    """
+
+    vocab_size: int
+    max_model_len: int
+    eos_token_ids: tuple[int, ...]
+    engine_seed: int
+    draft_sampling: str | None
+    drafter_samples: bool | None
+    tokenizer: Tokenizer | None
+
+    def requests(
+        self, request_id: str, prompt: Sequence[int], params: SamplingParams, index: int
+    ) -> list[Request]:
+        """The n requests that a prompt asks for; index is the number of requests before it.
+
+        Raises:
+            RequestError: the prompt or a parameter cannot be served.
+        """
+        self._check_prompt(prompt)
+        self._check_params(params)
+        stops = () if params.ignore_eos else self.eos_token_ids
+        seed = _mix(self.engine_seed + index) if params.seed is None else params.seed
+        return [
+            Request(
+                request_id=request_id,
+                prompt_token_ids=tuple(prompt),
+                params=params,
+                stop_token_ids=tuple(dict.fromkeys((*stops, *params.stop_token_ids))),
+                length_limit=min(len(prompt) + params.max_tokens, self.max_model_len),
+                seed=seed if output == 0 else _mix(seed + output),
+                rules=self._rules(len(prompt), params),
+                draft_sampling=self._draft_sampling(params),
+                tier=_tier(params),
+            )
+            for output in range(params.n)
+        ]
+
+    def _draft_sampling(self, params: SamplingParams) -> DraftSampling:
+        wanted = params.draft_sampling
+        if self.drafter_samples is False:
+            if wanted not in (None, DraftSampling.ARGMAX):
+                raise RequestError(
+                    "draft_sampling: the draft method looks tokens up and has no distribution",
+                    got=wanted,
+                    allowed="argmax",
+                )
+            return DraftSampling.ARGMAX
+        if params.greedy:
+            # All ways agree: a greedy target accepts its own argmax and nothing else.
+            return DraftSampling.ARGMAX
+        if wanted is None:
+            wanted = self.draft_sampling
+        if wanted is None:
+            cool = params.temperature < SAMPLED_FROM
+            wanted = DraftSampling.ARGMAX if cool else DraftSampling.SAMPLED
+        return DraftSampling(wanted)
+
+    def _check_prompt(self, prompt: Sequence[int]) -> None:
+        if len(prompt) == 0:
+            raise RequestError("prompt is empty", got=0, allowed="at least one token")
+        if len(prompt) >= self.max_model_len:
+            raise RequestError(
+                "prompt is too long",
+                got=f"{len(prompt)} tokens",
+                allowed=f"at most {self.max_model_len - 1}, one less than max_model_len",
+                hint="shorten the prompt or raise max_model_len",
+            )
+        for index, token_id in enumerate(prompt):
+            self._check_id(f"prompt token {index}", token_id)
+
+    def _check_params(self, params: SamplingParams) -> None:
+        for token_id in params.stop_token_ids:
+            self._check_id("stop token id", token_id)
+        for token_id in params.logit_bias or ():
+            self._check_id("logit_bias token id", token_id)
+        needs_text = {
+            "stop": params.stop_strings,
+            "bad_words": params.bad_words,
+            "structured_output": params.structured_output,
+        }
+        for name, value in needs_text.items():
+            if value and self.tokenizer is None:
+                raise RequestError(f"{name} needs a tokenizer", got=value, hint="leave it out")
+        if params.structured_output is not None:
+            if params.ignore_eos or not self.eos_token_ids:
+                raise RequestError(
+                    "structured_output ends with an end-of-sequence token",
+                    got=f"ignore_eos={params.ignore_eos}, ids {self.eos_token_ids}",
+                    allowed="ignore_eos=False on a checkpoint with eos_token_id",
+                )
+            if params.min_tokens:
+                raise RequestError(
+                    "min_tokens with structured_output could forbid the only legal token",
+                    got=params.min_tokens,
+                    allowed="0",
+                )
+
+    def _check_id(self, what: str, token_id: object) -> None:
+        if type(token_id) is not int or not 0 <= token_id < self.vocab_size:
+            raise RequestError(
+                what, got=token_id, allowed=f"an integer from 0 to {self.vocab_size - 1}"
+            )
+
+    def _rules(self, num_prompt: int, params: SamplingParams) -> LogitRules:
+        return LogitRules(
+            num_prompt=num_prompt,
+            repetition_penalty=params.repetition_penalty,
+            presence_penalty=params.presence_penalty,
+            frequency_penalty=params.frequency_penalty,
+            min_tokens=params.min_tokens,
+            logit_bias=tuple((params.logit_bias or {}).items()),
+            bad_words=self._spellings(params.bad_words),
+        )
+
+    def _spellings(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+        """Each word as the tokenizer spells it inside a word and after a space."""
+        if not words:
+            return ()
+        assert self.tokenizer is not None
+        spelled: dict[tuple[int, ...], None] = {}
+        for word in words:
+            for text in (word, " " + word.lstrip()):
+                ids = tuple(self.tokenizer.encode(text, add_special_tokens=False))
+                if ids:
+                    spelled[ids] = None
+        return tuple(spelled)
+
+
+def _tier(params: SamplingParams) -> Tier:
+    if params.has_rules or params.logprobs is not None:
+        return Tier.FULL
+    return Tier.GREEDY if params.greedy else Tier.SAMPLED
+
+
+def _mix(value: int) -> int:
+    """63 well-mixed bits of an integer: one step of the SplitMix64 generator."""
+    mask = (1 << 64) - 1
+    z = (value + 1) * 0x9E3779B97F4A7C15 & mask
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & mask
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & mask
+    return (z ^ (z >> 31)) >> 1

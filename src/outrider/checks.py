@@ -1,0 +1,68 @@
+"""Checks that every option passes once. A leaf: knows errors and nothing else."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import cast
+
+from outrider.errors import OutriderError
+
+
+def check_type(
+    error: type[OutriderError], name: str, value: object, kind: type, optional: bool = False
+) -> None:
+    """The value is of a type, or None where that is allowed."""
+    if not (isinstance(value, kind) or (optional and value is None)):
+        raise error(name, got=value, allowed=kind.__name__ + (" or None" if optional else ""))
+
+
+def check_text(error: type[OutriderError], name: str, value: object) -> None:
+    """A string that is not empty."""
+    if not isinstance(value, str) or not value:
+        raise error(name, got=value, allowed="a string that is not empty")
+
+
+def check_choice(
+    error: type[OutriderError], name: str, value: object, allowed: Sequence[str]
+) -> None:
+    """One of some words."""
+    if not isinstance(value, str) or value not in allowed:
+        raise error(name, got=value, allowed=allowed)
+
+
+def check_int(
+    error: type[OutriderError],
+    name: str,
+    value: object,
+    low: int,
+    high: int | None = None,
+    hint: str | None = None,
+) -> None:
+    """An integer (True is none) within bounds."""
+    allowed = f"an integer, {low} or more" if high is None else f"an integer from {low} to {high}"
+    if (
+        not isinstance(value, int)
+        or isinstance(value, bool)
+        or value < low
+        or (high is not None and value > high)
+    ):
+        raise error(name, got=value, allowed=allowed, hint=hint)
+
+
+def check_real(error: type[OutriderError], name: str, value: object) -> None:
+    """A finite number (True is none)."""
+    limit = sys.float_info.max
+    if (
+        not isinstance(value, int | float)
+        or isinstance(value, bool)
+        or not -limit <= value <= limit
+    ):
+        raise error(name, got=value, allowed="a finite number")
+
+
+def as_tuple(error: type[OutriderError], name: str, value: object) -> tuple[object, ...]:
+    """The items of a list or a tuple."""
+    if isinstance(value, str | bytes) or not isinstance(value, Sequence):
+        raise error(name, got=value, allowed="a list or a tuple")
+    return tuple(cast(Sequence[object], value))

@@ -1,0 +1,37 @@
+"""Per-slot lists of different lengths, as one padded tensor that widens when it must."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+class PaddedLists:
+    """One list of numbers for each slot.
+
+    Attributes:
+        values: [slots, width].
+        lengths: [slots] int64.
+    """
+
+    def __init__(self, num_slots: int, dtype: torch.dtype, device: torch.device, fill: int) -> None:
+        """fill: value of unused entries."""
+        self._fill = fill
+        self.values = torch.full((num_slots, 1), fill, dtype=dtype, device=device)
+        self.lengths = torch.zeros(num_slots, dtype=torch.int64, device=device)
+
+    def store(self, slot: int, numbers: Sequence[int] | Sequence[float]) -> None:
+        """Replace a slot's list."""
+        missing = len(numbers) - self.values.shape[1]
+        if missing > 0:
+            self.values = torch.nn.functional.pad(self.values, (0, missing), value=self._fill)
+        self.values[slot] = self._fill
+        self.values[slot, : len(numbers)] = torch.tensor(numbers, dtype=self.values.dtype)
+        self.lengths[slot] = len(numbers)
+
+    def rows(self, slots: Tensor) -> tuple[Tensor, Tensor]:
+        """values [B, width], and which entries are in use [B, width] bool."""
+        index = torch.arange(self.values.shape[1], device=self.values.device)
+        return self.values[slots], index < self.lengths[slots][:, None]

@@ -1,0 +1,162 @@
+"""Method `eagle3`: a one-layer draft in a checkpoint of its own."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from outrider.config import SpeculativeConfig
+from outrider.errors import CheckpointError
+from outrider.layers.rows import LayerCache, RowBatch
+from outrider.models.base import CausalLM
+from outrider.models.build import Checkpoint
+from outrider.models.config import ModelConfig
+from outrider.models.eagle3 import Eagle3
+from outrider.models.eagle3_config import Eagle3Config
+from outrider.models.files import resolve_checkpoint
+from outrider.models.loader import WeightFiles, WeightMap, check_coverage
+from outrider.spec.base import ChainDrafter, Drafter, Taps
+
+logger = logging.getLogger(__name__)
+
+# The "speculators" layout calls the layer layers.0.
+_LAYER_NAMES = {"layers.0.": "midlayer."}
+
+
+class Eagle3Drafter(ChainDrafter):
+    """Reads three residual streams of the target; recycles its own output."""
+
+    def __init__(self, draft: Eagle3, target: CausalLM, target_ids: Tensor | None) -> None:
+        """target_ids: [draft_vocab_size] target id of each draft id, None for the identity."""
+        self._draft = draft
+        self._embed = getattr(draft, "embed_tokens", target.embed_tokens)
+        self._target_ids = target_ids
+        self._caches: tuple[LayerCache, ...] = ()
+        self.taps = Taps(layers=draft.config.tapped_layers)
+        self.cache_specs = draft.cache_specs
+
+    @property
+    def target_ids(self) -> Tensor | None:
+        return self._target_ids
+
+    def bind(self, caches: tuple[LayerCache, ...]) -> None:
+        self._caches = caches
+
+    def feed(self, tapped: Tensor, next_token_ids: Tensor, rows: RowBatch) -> Tensor:
+        return self.step(self._draft.project(tapped), next_token_ids, rows)
+
+    def step(self, hidden: Tensor, token_ids: Tensor, rows: RowBatch) -> Tensor:
+        return self._draft(self._embed(token_ids), hidden, rows, self._caches)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return self._draft.logits(hidden)
+
+
+def refusal(config: ModelConfig) -> str | None:
+    """Why a target cannot host the method."""
+    if config.model_type != "qwen3":
+        return "its hidden states cannot be tapped for EAGLE3 yet; Qwen3 targets can"
+    return None
+
+
+def set_up(checkpoint: Checkpoint, target: CausalLM, config: SpeculativeConfig) -> Drafter:
+    """Load the sidecar beside the target.
+
+    Raises:
+        CheckpointError: it does not fit itself or the target; the tensor or field is named.
+    """
+    assert config.model is not None, "SpeculativeConfig checks that a sidecar is named"
+    path = resolve_checkpoint(config.model, None)
+    files = WeightFiles(path)
+    draft_config = _read_config(path, files, checkpoint.config)
+    _warn_of_short_positions(draft_config, checkpoint.config)
+    own_embedding = _find(files, "embed_tokens.weight") is not None
+    if not own_embedding and draft_config.hidden_size != checkpoint.config.hidden_size:
+        raise CheckpointError(
+            f"{path}: embed_tokens.weight is missing, and the target's is of another width",
+            got=checkpoint.config.hidden_size,
+            allowed=f"hidden_size {draft_config.hidden_size}",
+        )
+    with torch.device("meta"):
+        draft = Eagle3(draft_config, own_embedding=own_embedding)
+    sidecar = dataclasses.replace(checkpoint, path=path, files=files, reports=[])
+    sidecar.fill(draft, _weight_map(files))
+    check_coverage(files, sidecar.reports, optional=())
+    target_ids = _target_ids(files, draft_config)
+    if target_ids is not None:
+        target_ids = target_ids.to(checkpoint.device)
+    return Eagle3Drafter(draft, target, target_ids)
+
+
+def _find(files: WeightFiles, name: str) -> str | None:
+    """The checkpoint's spelling of a bare name."""
+    return next((full for full in (name, f"model.{name}") if full in files), None)
+
+
+def _weight_map(files: WeightFiles) -> WeightMap:
+    usual = Eagle3.weight_map
+    speculators = any(".layers.0." in f".{name}" for name in files.names())
+    return dataclasses.replace(usual, renames=_LAYER_NAMES) if speculators else usual
+
+
+def _read_config(path: Path, files: WeightFiles, target: ModelConfig) -> Eagle3Config:
+    suffix = ".self_attn.q_proj.weight"
+    queries = [name for name in files.names() if name.endswith(suffix)]
+    if len(queries) != 1:
+        raise CheckpointError(
+            f"{path}: layers with a {suffix[1:]}",
+            got=queries,
+            allowed="one, as an EAGLE3 draft has",
+        )
+    return Eagle3Config.from_hf(path, target, files.shape(queries[0])[0])
+
+
+def _warn_of_short_positions(draft: Eagle3Config, target: ModelConfig) -> None:
+    if draft.max_position_embeddings < target.max_position_embeddings:
+        logger.warning(
+            "the draft was trained for %d positions and the target for %d: its rotary embedding "
+            "is extrapolated past that, and fewer drafts may be accepted",
+            draft.max_position_embeddings,
+            target.max_position_embeddings,
+        )
+
+
+def _target_ids(files: WeightFiles, config: Eagle3Config) -> Tensor | None:
+    """[draft_vocab_size] target ids from the stored offsets, checked."""
+    size, vocab_size = config.draft_vocab_size, config.vocab_size
+    name = _find(files, "d2t")
+    if name is None:
+        if size != vocab_size:
+            raise CheckpointError(
+                "d2t is missing",
+                got=f"draft_vocab_size {size}",
+                allowed=f"no d2t only where it is the target's vocab_size, {vocab_size}",
+                hint="a smaller draft vocabulary needs the map to target ids",
+            )
+        return None
+    offsets = files.get(name)
+    if tuple(offsets.shape) != (size,):
+        raise CheckpointError(f"{name}: shape", got=list(offsets.shape), allowed=f"[{size}]")
+    ids = torch.arange(size) + offsets.long()
+    if int(ids.min()) < 0 or int(ids.max()) >= vocab_size:
+        raise CheckpointError(
+            f"{name}: target ids",
+            got=f"from {int(ids.min())} to {int(ids.max())}",
+            allowed=f"from 0 to {vocab_size - 1}",
+        )
+    if ids.unique().numel() != size:
+        raise CheckpointError(f"{name}: target ids", got="repeated ids", allowed="distinct ids")
+    mask_name = _find(files, "t2d")
+    if mask_name is not None:
+        listed = files.get(mask_name).bool().nonzero()[:, 0]
+        if not torch.equal(listed, ids.sort().values):
+            raise CheckpointError(
+                f"{name} and {mask_name} name different target ids",
+                got=f"{listed.numel()} ids in {mask_name}",
+                allowed=f"the {size} ids of {name}",
+            )
+    return ids

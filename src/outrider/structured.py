@@ -1,0 +1,109 @@
+"""Grammars: which tokens may follow, along a chain of drafts that may break the rules.
+
+Only target rows are masked. A draft that the grammar forbids keeps its place in the block with
+probability 0, so the verification rule itself refuses it; rows after it do not matter.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from outrider.errors import RequestError
+from outrider.params import StructuredOutput
+from outrider.tokenizer import Tokenizer
+
+
+class GrammarCompiler:
+    """Compiles grammars for one tokenizer; needs the optional package xgrammar."""
+
+    def __init__(
+        self, tokenizer: Tokenizer, vocab_size: int, stop_token_ids: Sequence[int]
+    ) -> None:
+        """
+        Args:
+            vocab_size: of the model's head, which may be larger than the tokenizer's.
+            stop_token_ids: ids that a finished grammar allows.
+        """
+        self._vocab_size = vocab_size
+        self._stop_token_ids = list(stop_token_ids)
+        self._tokenizer = tokenizer
+        self._compiler: Any = None
+
+    def matcher(self, wanted: StructuredOutput) -> GrammarMatcher:
+        """A matcher at the beginning of the grammar.
+
+        Raises:
+            RequestError: xgrammar is not installed, or the grammar does not compile.
+        """
+        xgrammar = _import_xgrammar()
+        if self._compiler is None:
+            info = xgrammar.TokenizerInfo(
+                self._tokenizer.vocabulary(self._vocab_size),
+                vocab_type=xgrammar.VocabType.BYTE_LEVEL,
+                vocab_size=self._vocab_size,
+                stop_token_ids=self._stop_token_ids,
+            )
+            self._compiler = xgrammar.GrammarCompiler(info)
+        try:
+            if wanted.kind == "json_schema":
+                json.loads(wanted.text)
+                compiled = self._compiler.compile_json_schema(wanted.text)
+            elif wanted.kind == "json_object":
+                compiled = self._compiler.compile_json_schema('{"type": "object"}')
+            elif wanted.kind == "regex":
+                compiled = self._compiler.compile_regex(wanted.text)
+            else:
+                compiled = self._compiler.compile_grammar(wanted.text)
+        except (RuntimeError, ValueError) as error:
+            raise RequestError(
+                f"structured output: the {wanted.kind} does not compile ({error})", got=wanted.text
+            ) from error
+        return GrammarMatcher(xgrammar.GrammarMatcher(compiled), self._vocab_size)
+
+
+class GrammarMatcher:
+    """Where one output stands in its grammar."""
+
+    def __init__(self, matcher: Any, vocab_size: int) -> None:
+        self._matcher = matcher
+        self._num_words = -(-vocab_size // 32)
+
+    def masks(self, draft_token_ids: Sequence[int]) -> Tensor:
+        """[len(draft_token_ids) + 1, words] int32: what may follow after 0, 1, ... of the drafts.
+
+        Leaves the matcher where it was.
+        """
+        masks = torch.full((len(draft_token_ids) + 1, self._num_words), -1, dtype=torch.int32)
+        advanced = 0
+        for row in range(len(draft_token_ids) + 1):
+            if self._matcher.is_terminated():
+                break
+            self._matcher.fill_next_token_bitmask(masks, row)
+            is_last = row == len(draft_token_ids)
+            if is_last or not self._matcher.accept_token(draft_token_ids[row]):
+                break
+            advanced += 1
+        if advanced:
+            self._matcher.rollback(advanced)
+        return masks
+
+    def advance(self, token_ids: Sequence[int]) -> None:
+        """Follow emitted tokens; the masks have made each of them legal."""
+        for token_id in token_ids:
+            accepted = self._matcher.is_terminated() or self._matcher.accept_token(token_id)
+            assert accepted, f"token {token_id} was emitted against the grammar"
+
+
+def _import_xgrammar() -> Any:
+    try:
+        import xgrammar
+    except ImportError as error:
+        raise RequestError(
+            "structured_output needs the package xgrammar", hint="pip install 'outrider[grammar]'"
+        ) from error
+    return xgrammar
