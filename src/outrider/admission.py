@@ -67,12 +67,13 @@ class AdmissionRules:
     def _draft_sampling(self, params: SamplingParams) -> DraftSampling:
         wanted = params.draft_sampling
         if self.drafter_samples is False:
-            if wanted not in (None, DraftSampling.ARGMAX):
+            if DraftSampling.SAMPLED in (wanted, self.draft_sampling):
                 raise RequestError(
                     "draft_sampling: the draft method looks tokens up and has no distribution",
-                    got=wanted,
-                    allowed="argmax",
+                    got="sampled",
+                    allowed=("argmax", "coupled"),
                 )
+            # A point mass is verified by `match`, which keeps what coupled drafts promise.
             return DraftSampling.ARGMAX
         if params.greedy:
             # All ways agree: a greedy target accepts its own argmax and nothing else.

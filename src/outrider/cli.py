@@ -25,10 +25,10 @@ from outrider.cli_flags import (
     engine_options,
     sampling_options,
 )
-from outrider.params import SamplingParams
 from outrider.errors import ConfigError, OutriderError, RequestError
 from outrider.llm import LLM
 from outrider.output import RequestOutput, total_speculation
+from outrider.params import SamplingParams
 
 _OK, _PARTIAL, _USER_ERROR, _INTERRUPTED, _PIPE_CLOSED = 0, 1, 2, 130, 141
 _HEADING_CHARACTERS = 60

@@ -18,8 +18,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Literal, Union, cast, get_args, get_origin
 
 from outrider.config import EngineConfig, SpeculativeConfig
-from outrider.params import SamplingParams
 from outrider.errors import ConfigError
+from outrider.params import SamplingParams
 from outrider.spec.names import METHODS
 
 SPECULATION_FLAGS: Mapping[str, str] = {

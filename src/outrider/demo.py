@@ -18,10 +18,10 @@ from pathlib import Path
 
 from outrider import render
 from outrider.config import SpeculativeConfig
-from outrider.params import SamplingParams
 from outrider.errors import ConfigError
 from outrider.llm import LLM
 from outrider.output import RequestOutput, total_speculation
+from outrider.params import SamplingParams
 
 BUNDLED_MODEL = Path("models/tiny-qwen3.5")
 _KV_CACHE_GIB = 0.25  # one short sequence at a time

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from outrider.batch import FinishReason, Span, SpanResult, TokenLogprobs
+from outrider.batch import FinishReason, SpanResult, TokenLogprobs
 from outrider.errors import OutriderError
 from outrider.request import Request
 from outrider.tokenizer import IncrementalDetokenizer, Tokenizer

@@ -101,7 +101,7 @@ class GrammarMatcher:
 
 def _import_xgrammar() -> Any:
     try:
-        import xgrammar
+        import xgrammar  # pyright: ignore[reportMissingImports]
     except ImportError as error:
         raise RequestError(
             "structured_output needs the package xgrammar", hint="pip install 'outrider[grammar]'"

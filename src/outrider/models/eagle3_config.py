@@ -147,8 +147,15 @@ def _tapped_layers(top: Section, num_layers: int) -> tuple[int, ...]:
         outputs = tuple(layer - 1 for layer in usual)
         if ids == outputs or (ids != usual and section is not top):
             ids = tuple(layer + 1 for layer in ids)
-    if len(set(ids)) != len(ids) or list(ids) != sorted(ids) or not 0 <= ids[0] <= ids[-1]:
-        raise CheckpointError(f"{section.name}: {_TAP_KEY}", got=listed, allowed="ascending ids")
+    if list(ids) != sorted(set(ids)):
+        raise CheckpointError(
+            f"{section.name}: {_TAP_KEY}",
+            got=list(ids),
+            allowed="distinct layers in ascending order",
+            hint=f"a target of {num_layers} layers is too shallow for the usual three"
+            if listed is None
+            else None,
+        )
     if ids[-1] >= num_layers or ids[0] < 0:
         raise CheckpointError(
             f"{section.name}: {_TAP_KEY}: the target has no such layer to tap",

@@ -61,9 +61,11 @@ class Drafter(ABC):
     taps: Taps = Taps()
     cache_specs: tuple[LayerCacheSpec, ...] = ()
     samples: bool = True
+    _caches: tuple[LayerCache, ...] = ()
 
     def bind(self, caches: tuple[LayerCache, ...]) -> None:
         """Receive the storage that was allocated for cache_specs. Called once."""
+        self._caches = caches
 
     def feed(self, tapped: Tensor, next_token_ids: Tensor, rows: RowBatch) -> Tensor:
         """See every row of a pass, whether or not something will be proposed from it.

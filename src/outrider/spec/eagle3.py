@@ -11,7 +11,7 @@ from torch import Tensor
 
 from outrider.config import SpeculativeConfig
 from outrider.errors import CheckpointError
-from outrider.layers.rows import LayerCache, RowBatch
+from outrider.layers.rows import RowBatch
 from outrider.models.base import CausalLM
 from outrider.models.build import Checkpoint
 from outrider.models.config import ModelConfig
@@ -35,16 +35,12 @@ class Eagle3Drafter(ChainDrafter):
         self._draft = draft
         self._embed = getattr(draft, "embed_tokens", target.embed_tokens)
         self._target_ids = target_ids
-        self._caches: tuple[LayerCache, ...] = ()
         self.taps = Taps(layers=draft.config.tapped_layers)
         self.cache_specs = draft.cache_specs
 
     @property
     def target_ids(self) -> Tensor | None:
         return self._target_ids
-
-    def bind(self, caches: tuple[LayerCache, ...]) -> None:
-        self._caches = caches
 
     def feed(self, tapped: Tensor, next_token_ids: Tensor, rows: RowBatch) -> Tensor:
         return self.step(self._draft.project(tapped), next_token_ids, rows)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from outrider.config import SpeculativeConfig
-from outrider.layers.rows import LayerCache, RowBatch
+from outrider.layers.rows import RowBatch
 from outrider.models.base import CausalLM
 from outrider.models.build import Checkpoint
 from outrider.models.config import ModelConfig
@@ -22,11 +22,7 @@ class MTPDrafter(ChainDrafter):
     def __init__(self, head: Qwen3_5MTP, target: CausalLM) -> None:
         self._head = head
         self._target = target
-        self._caches: tuple[LayerCache, ...] = ()
         self.cache_specs = head.cache_specs
-
-    def bind(self, caches: tuple[LayerCache, ...]) -> None:
-        self._caches = caches
 
     def feed(self, tapped: Tensor, next_token_ids: Tensor, rows: RowBatch) -> Tensor:
         return self._head(self._target, next_token_ids, tapped, rows, self._caches)
