@@ -47,6 +47,7 @@ class Runner:
 
     def __init__(self, target: CausalLM, drafter: Drafter | None, options: RunnerOptions) -> None:
         size, device = options.size, options.device
+        self.options = options
         self.target = target
         self.drafter = drafter
         self.slots = SlotTable(
@@ -62,7 +63,6 @@ class Runner:
         if drafter is not None:
             self.draft_caches = allocate_caches(drafter.cache_specs, size, options.dtype, device)
             drafter.bind(self.draft_caches)
-        self._draft_top_m = options.draft_top_m
         self._inputs = InputBuilder(self.slots, size.block_size, options.prefill_grid)
         rates = options.synthetic_rates
         self._decider = Decider(
@@ -188,7 +188,7 @@ class Runner:
             table.draft_modes[slots],
             table.sampling.gather(slots),
             num_committed,
-            self._draft_top_m,
+            self.options.draft_top_m,
             frozenset(effect.draft_sampling for effect in effects),
         )
         return Frontier(
