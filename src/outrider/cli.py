@@ -36,16 +36,13 @@ _HEADING_CHARACTERS = 60
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns its exit code."""
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):  # a terminal may not know every character
-            stream.reconfigure(errors="replace")
+    if isinstance(sys.stdout, io.TextIOWrapper):  # a terminal may not know every character
+        sys.stdout.reconfigure(errors="replace")
     try:
-        args = build_parser().parse_args(argv)
-        level = logging.INFO if args.verbose else logging.WARNING
-        logging.basicConfig(level=level, format="outrider: %(message)s", stream=sys.stderr)
-        code: int = args.run(args)
-        sys.stdout.flush()
-        return code
+        try:
+            return _run(argv)
+        finally:
+            sys.stdout.flush()  # a closed pipe shows itself here, not when the interpreter ends
     except OutriderError as error:
         print_error(error)
         return _USER_ERROR
@@ -55,6 +52,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         # What is still buffered would raise again when the interpreter flushes it at its end.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return _PIPE_CLOSED
+
+
+def _run(argv: Sequence[str] | None) -> int:
+    args = build_parser().parse_args(argv)
+    level = logging.INFO if args.verbose else logging.WARNING
+    logging.basicConfig(level=level, format="outrider: %(message)s", stream=sys.stderr)
+    return args.run(args)
 
 
 def print_error(error: OutriderError, about: str = "") -> None:
@@ -196,8 +200,8 @@ def _print_output(
 
 
 def _shortened(prompt: str) -> str:
-    shown = repr(prompt[: _HEADING_CHARACTERS + 1])
-    return shown if len(prompt) <= _HEADING_CHARACTERS else f"{shown[:_HEADING_CHARACTERS]}...'"
+    shown = repr(prompt[:_HEADING_CHARACTERS])
+    return shown if len(prompt) <= _HEADING_CHARACTERS else f"{shown}..."
 
 
 def _as_object(index: int, output: RequestOutput) -> dict[str, Any]:

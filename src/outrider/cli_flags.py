@@ -70,7 +70,8 @@ def add_flags(
     for field in dataclasses.fields(config):
         flag = (names or {}).get(field.name)
         options = _value_options(annotations[field.name])
-        options["help"] = _help(field, helps.get(field.name, ""))
+        repeats = " May be given again." if options.get("action") == "append" else ""
+        options["help"] = _help(field, helps.get(field.name, "") + repeats)
         if field.name in hidden:
             options["help"] = argparse.SUPPRESS
         if flag is None and field.default is dataclasses.MISSING:

@@ -16,6 +16,8 @@ from dataclasses import dataclass, replace
 from importlib import resources
 from pathlib import Path
 
+import torch
+
 from outrider import render
 from outrider.config import SpeculativeConfig
 from outrider.errors import ConfigError
@@ -75,14 +77,19 @@ def run(args: argparse.Namespace) -> int:
     """Run the demo; returns 0 if both texts of every prompt are the same, else 1."""
     params = SamplingParams(max_tokens=args.tokens, temperature=0)
     spec = SpeculativeConfig(args.method, num_speculative_tokens=args.num_draft_tokens)
-    model = args.model or str(bundled_model())
+    model = args.model
+    if model is None:
+        model = str(bundled_model())
+        # Its matrices are too small to share out, and on a busy machine two threads that wait for
+        # each other took ten times as long as one.
+        torch.set_num_threads(1)
     color = render.use_color(args.color, sys.stdout, os.environ)
     prompts = load_prompts()
     llm = LLM(model, speculative_config=spec, max_num_seqs=1, kv_cache_memory_gib=_KV_CACHE_GIB)
 
     k = spec.num_speculative_tokens
-    print(f"{model}: {len(prompts)} prompts, {args.tokens} tokens each at most, temperature 0")
-    print(f"speculation: {spec.method}, {k} draft tokens a round")
+    print(f"{args.model or BUNDLED_MODEL}: {len(prompts)} prompts, up to {args.tokens} tokens each")
+    print(f"temperature 0, speculation by {spec.method} with {k} draft tokens a round")
     if color:
         print(render.legend(k))
     comparisons: list[Comparison] = []

@@ -131,7 +131,7 @@ def acceptance_line(stats: SpeculationStats) -> str:
     parts = [f"{stats.num_tokens} tokens in {stats.num_passes} target passes"]
     if stats.acceptance_length is not None:
         parts.append(f"acceptance length {stats.acceptance_length:.2f}")
-        parts.append(f"accepted {_rates(stats)}")
+        parts.append(f"accepted at {_rates(stats)}")
     return ", ".join(parts)
 
 
@@ -147,7 +147,7 @@ def statistics_lines(stats: SpeculationStats, seconds: float) -> list[str]:
     if stats.acceptance_length is not None:
         lines += [
             f"acceptance length  {stats.acceptance_length:.2f} over {stats.num_rounds} rounds",
-            f"accepted           {_rates(stats)}",
+            f"accepted at        {_rates(stats)}",
         ]
     speed = stats.num_tokens / seconds if seconds > 0 else 0.0
     lines.append(f"time               {seconds:.2f} s, {speed:.1f} tokens/s")
