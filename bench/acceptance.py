@@ -13,7 +13,6 @@ import json
 import platform
 import sys
 import time
-from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any

@@ -68,7 +68,7 @@ def text_config(shape: TinyShape):
 
 
 def write_qwen3_5(path: Path, shape: TinyShape, seed: int = 0) -> None:
-    """Write a random checkpoint with an MTP head; every parameter is away from its neutral value."""
+    """Write a random checkpoint with an MTP head; no parameter is at its neutral value."""
     from transformers import Qwen3_5ForCausalLM
 
     torch.manual_seed(seed)

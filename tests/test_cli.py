@@ -13,8 +13,8 @@ import pytest
 
 from outrider import demo
 from outrider.cli import main
-from outrider.config import SamplingParams
 from outrider.llm import LLM
+from outrider.params import SamplingParams
 from tests.checkpoints import TinyShape
 from tests.tiny_tokenizer import SHAPE, write_tokenizer
 

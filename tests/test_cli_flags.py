@@ -17,8 +17,9 @@ from outrider.cli_flags import (
     given,
     sampling_options,
 )
-from outrider.config import UNSUPPORTED, EngineConfig, SamplingParams, SpeculativeConfig
-from outrider.errors import ConfigError, RequestError
+from outrider.config import EngineConfig, SpeculativeConfig
+from outrider.errors import ConfigError
+from outrider.params import SamplingParams, StructuredOutput
 
 MTP = {"method": "mtp", "num_speculative_tokens": 5}
 
@@ -56,18 +57,21 @@ SAMPLING: dict[str, tuple[list[str], Any]] = {
     "ignore_eos": (["--ignore-eos"], True),
     "max_draft_tokens": (["--max-draft-tokens", "2"], 2),
     "speculation": (["--no-speculation"], False),
-}
-NOT_BUILT: dict[str, tuple[list[str], Any]] = {
     "n": (["--n", "2"], 2),
     "repetition_penalty": (["--repetition-penalty", "1.1"], 1.1),
     "presence_penalty": (["--presence-penalty", "0.5"], 0.5),
     "frequency_penalty": (["--frequency-penalty", "0.5"], 0.5),
     "logit_bias": (["--logit-bias", '{"12": 1.5}'], {12: 1.5}),
-    "bad_words": (["--bad-words", "no"], ["no"]),
+    "bad_words": (["--bad-words", "no"], ("no",)),
     "min_tokens": (["--min-tokens", "3"], 3),
     "logprobs": (["--logprobs", "1"], 1),
     "prompt_logprobs": (["--prompt-logprobs", "1"], 1),
-    "structured_output": (["--structured-output", '{"type": "object"}'], {"type": "object"}),
+    "logprobs_mode": (["--logprobs-mode", "processed"], "processed"),
+    "draft_sampling": (["--draft-sampling", "coupled"], "coupled"),
+    "structured_output": (
+        ["--structured-output", '{"kind": "regex", "text": "[0-9]+"}'],
+        StructuredOutput("regex", "[0-9]+"),
+    ),
 }
 
 
@@ -88,8 +92,7 @@ def names(config: type) -> set[str]:
 
 def test_the_tables_of_this_file_know_every_field() -> None:
     assert set(ENGINE) == names(EngineConfig)
-    assert set(SAMPLING) | set(NOT_BUILT) == names(SamplingParams)
-    assert set(NOT_BUILT) == set(UNSUPPORTED)
+    assert set(SAMPLING) == names(SamplingParams)
     assert set(SPECULATION_FLAGS) == names(SpeculativeConfig)
 
 
@@ -115,19 +118,10 @@ def test_a_sampling_flag_sets_its_field_and_no_other(name: str) -> None:
     assert params != SamplingParams()
 
 
-@pytest.mark.parametrize("name", NOT_BUILT)
-def test_a_sampling_flag_that_is_not_built_yet_is_read_and_then_refused(name: str) -> None:
-    words, value = NOT_BUILT[name]
-    args = parse(*words)
-    assert given(args, SamplingParams) == {name: value}
-    with pytest.raises(RequestError, match=f"{name} is not built yet"):
-        sampling_options(args)
-
-
 @pytest.mark.parametrize("config", [EngineConfig, SamplingParams, SpeculativeConfig])
 def test_every_flag_that_works_has_the_help_of_its_docstring(config: type) -> None:
     helps = field_help(config)
-    assert set(helps) == names(config) - set(UNSUPPORTED if config is SamplingParams else ())
+    assert set(helps) == names(config)
     assert all(helps.values())
 
 

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
-from outrider.config import UNSUPPORTED, EngineConfig, SamplingParams, SpeculativeConfig
+from outrider.config import EngineConfig, SpeculativeConfig
 from outrider.errors import ConfigError, RequestError
+from outrider.params import SamplingParams
 from outrider.spec.names import ALIASES, METHODS, canonical_method
 
 
@@ -246,32 +247,52 @@ def test_stop_token_ids_that_are_no_ids_are_refused(token_id: Any) -> None:
         SamplingParams(stop_token_ids=[1, token_id])
 
 
-ASKING: dict[str, Any] = {
-    "n": 2,
-    "repetition_penalty": 1.1,
-    "presence_penalty": -0.5,
-    "frequency_penalty": 0.5,
-    "logit_bias": {3: 1.0},
-    "bad_words": ["no"],
-    "min_tokens": 1,
-    "logprobs": 0,
-    "prompt_logprobs": 1,
-    "structured_output": {"regex": "a"},
+ASKING: dict[str, tuple[Any, Any]] = {  # a value that will do, and one that will not
+    "n": (2, 0),
+    "repetition_penalty": (1.1, 0.0),
+    "presence_penalty": (-0.5, 2.5),
+    "frequency_penalty": (0.5, -3),
+    "logit_bias": ({3: 1.0}, {-1: 1.0}),
+    "bad_words": (["no"], [""]),
+    "min_tokens": (1, 129),
+    "logprobs": (0, 65),
+    "prompt_logprobs": (1, -1),
+    "logprobs_mode": ("processed", "cooked"),
+    "structured_output": ({"kind": "regex", "text": "a"}, {"kind": "regex"}),
+    "draft_sampling": ("coupled", "beam"),
 }
 
 
-def test_every_unbuilt_parameter_is_covered_below() -> None:
-    assert set(ASKING) == set(UNSUPPORTED)
-
-
-@pytest.mark.parametrize("name", list(UNSUPPORTED))
-def test_an_unbuilt_parameter_passes_at_its_neutral_value_and_is_refused_otherwise(
-    name: str,
-) -> None:
-    assert SamplingParams(**{name: UNSUPPORTED[name]}) == SamplingParams()  # type: ignore[arg-type]
-    for value in (ASKING[name], True):
-        with pytest.raises(RequestError, match=f"{name} is not built yet: got "):
+@pytest.mark.parametrize("name", ASKING)
+def test_a_rule_is_taken_where_it_makes_sense_and_refused_otherwise(name: str) -> None:
+    right, wrong = ASKING[name]
+    assert SamplingParams(**{name: right}) != SamplingParams()
+    for value in (wrong, True, object()):
+        with pytest.raises(RequestError):
             SamplingParams(**{name: value})
+
+
+def test_a_logit_bias_that_is_not_a_number_is_refused_by_its_token() -> None:
+    with pytest.raises(RequestError, match="logit_bias of token 3"):
+        SamplingParams(logit_bias={3: float("nan")})
+
+
+def test_synthetic_acceptance_is_a_length_or_falling_rates_and_not_both() -> None:
+    assert SpeculativeConfig("mtp").synthetic_rates is None
+    rates = SpeculativeConfig("mtp", synthetic_acceptance_length=2.5).synthetic_rates
+    assert rates is not None and 1 + sum(rates) == pytest.approx(2.5)
+    for options in (
+        {"synthetic_acceptance_length": 4.5},
+        {"synthetic_acceptance_length": 0.9},
+        {"synthetic_acceptance_rates": [0.5, 0.6, 0.1]},
+        {"synthetic_acceptance_rates": [0.5, 0.4]},
+        {"synthetic_acceptance_rates": [1.5, 0.4, 0.1]},
+        {"synthetic_acceptance_length": 2.0, "synthetic_acceptance_rates": [0.5, 0.4, 0.1]},
+        {"draft_sampling": "beam"},
+        {"draft_top_m": 0},
+    ):
+        with pytest.raises(ConfigError):
+            SpeculativeConfig("mtp", **options)
 
 
 def test_configs_pickle() -> None:

@@ -13,7 +13,7 @@ from outrider.batch import FinishReason
 from outrider.cli import main
 from outrider.demo import Comparison, Prompt, summary_lines
 from outrider.errors import ConfigError
-from outrider.output import RequestOutput
+from outrider.output import Completion, RequestOutput
 from outrider.trace import RoundTrace
 from tests.checkpoints import TinyShape
 from tests.tiny_tokenizer import SHAPE, write_tokenizer
@@ -27,7 +27,8 @@ def model(random_checkpoint: Callable[[TinyShape], Path]) -> Path:
 
 
 def output(token_ids: tuple[int, ...], *rounds: RoundTrace) -> RequestOutput:
-    return RequestOutput("r", (), "text", "", token_ids, FinishReason.LENGTH, rounds)
+    completion = Completion(0, "text", "", token_ids, FinishReason.LENGTH, rounds)
+    return RequestOutput("r", (), (completion,))
 
 
 PLAIN = output((5, 6, 7, 8), *[RoundTrace((), 0, 1)] * 4)
@@ -99,10 +100,9 @@ def test_the_built_in_prompts_are_a_handful_of_code_and_prose() -> None:
 def test_the_bundled_model_is_looked_for_in_the_checkout_and_then_in_the_current_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(demo, "BUNDLED_MODEL", Path("models/of-this-test"))
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError, match="the demo's model is not here") as error_info:
-        demo.bundled_model()
+        demo.bundled("models/of-this-test")
     checkout = Path(demo.__file__).resolve().parents[2]
     for place in (checkout, tmp_path):
         assert str(place / "models/of-this-test") in str(error_info.value)
@@ -111,13 +111,13 @@ def test_the_bundled_model_is_looked_for_in_the_checkout_and_then_in_the_current
     folder = tmp_path / "models" / "of-this-test"
     folder.mkdir(parents=True)
     (folder / "config.json").write_text("{}", encoding="utf-8")
-    assert demo.bundled_model() == folder
+    assert demo.bundled("models/of-this-test") == folder
 
 
 def test_the_bundled_model_is_the_default(
     model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(demo, "BUNDLED_MODEL", model)
+    monkeypatch.setattr(demo, "BUNDLED_MODELS", {"mtp": (str(model), None)})
     monkeypatch.setattr(torch, "set_num_threads", lambda _: None)
     monkeypatch.setattr(demo, "load_prompts", lambda: [Prompt("short", "def f")])
     assert main(["demo", "--tokens", "4"]) == 0

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from outrider import render
 from outrider.batch import FinishReason, SpanResult
-from outrider.config import SamplingParams
-from outrider.output import OutputBuilder, RequestOutput
+from outrider.output import Completion, OutputBuilder
+from outrider.params import SamplingParams
 from outrider.render import ProgressBar, TextPainter
 from outrider.request import Request
 from outrider.trace import Origin, RoundTrace, SpeculationStats, TokenOrigin
@@ -36,13 +36,9 @@ class Tty(io.StringIO):
         return True
 
 
-def output(
-    rounds: list[tuple[bytes, int, bytes]], text: str, finished: bool = True
-) -> RequestOutput:
-    """A request of rounds (drafts, how many were accepted, emitted bytes)."""
-    return RequestOutput(
-        request_id="r",
-        prompt_token_ids=(),
+def output(rounds: list[tuple[bytes, int, bytes]], text: str, finished: bool = True) -> Completion:
+    """A text of rounds (drafts, how many were accepted, emitted bytes)."""
+    return Completion(
         text=text,
         new_text="",
         token_ids=tuple(i for _, _, emitted in rounds for i in byte_ids(emitted)),
@@ -92,7 +88,7 @@ def test_a_rejected_guess_stays_on_one_line_and_shows_special_tokens() -> None:
     guess = (*byte_ids(b"\n\t\x1b"), END_ID)
     result = output([(b"", 0, b"a")], "ab")
     rounds = (*result.rounds, RoundTrace(guess, 0, 1))
-    result = RequestOutput("r", (), "ab", "", byte_ids(b"ab"), FinishReason.LENGTH, rounds)
+    result = Completion(0, "ab", "", byte_ids(b"ab"), FinishReason.LENGTH, rounds)
     assert TextPainter(TOKENIZER, color=True).push(result) == (
         "a" + coloured(REJECTED, f"↵⇥␛{END}") + coloured(CORRECTED, "b")
     )
@@ -116,9 +112,7 @@ def test_text_that_a_stop_string_may_take_back_is_held_and_then_cut() -> None:
 
 def test_a_token_that_a_stop_string_cuts_in_two_is_shown_up_to_the_cut() -> None:
     (word,) = backend().encode("def").ids
-    result = RequestOutput(
-        "r", (), "de", "", (word,), FinishReason.STOP, (RoundTrace((word,), 1, 1),)
-    )
+    result = Completion(0, "de", "", (word,), FinishReason.STOP, (RoundTrace((word,), 1, 1),))
     assert TextPainter(TOKENIZER, color=True).push(result) == coloured(DRAFT_1, "de")
 
 

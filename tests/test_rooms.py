@@ -34,10 +34,19 @@ LEAVES = [
     "tokenizer",
     "trace",
     "config",
+    "params",
+    "checks",
     "errors",
     "spec.names",
 ]
-PART_OF = {"cli_flags": "cli", "demo": "cli", "render": "cli"}
+PART_OF = {
+    "admission": "engine",
+    "check": "cli",
+    "cli_flags": "cli",
+    "demo": "cli",
+    "render": "cli",
+    "structured": "engine",
+}
 """Files that stand beside a room's own file and belong to it."""
 OUTSIDE = ["", "__main__"]
 """The package itself and its command: they gather the public names, nobody imports them."""

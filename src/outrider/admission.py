@@ -106,12 +106,12 @@ class AdmissionRules:
         needs_text = {
             "stop": params.stop_strings,
             "bad_words": params.bad_words,
-            "structured_output": params.structured_output,
+            "structured_output": params.grammar,
         }
         for name, value in needs_text.items():
             if value and self.tokenizer is None:
                 raise RequestError(f"{name} needs a tokenizer", got=value, hint="leave it out")
-        if params.structured_output is not None:
+        if params.grammar is not None:
             if params.ignore_eos or not self.eos_token_ids:
                 raise RequestError(
                     "structured_output ends with an end-of-sequence token",

@@ -18,16 +18,17 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, NoReturn
 
-from outrider import demo, render
+from outrider import check, demo, render
 from outrider.cli_flags import (
     add_engine_flags,
     add_sampling_flags,
     engine_options,
     sampling_options,
 )
+from outrider.config import EngineConfig
 from outrider.errors import ConfigError, OutriderError, RequestError
 from outrider.llm import LLM
-from outrider.output import RequestOutput, total_speculation
+from outrider.output import Completion, RequestOutput, total_speculation
 from outrider.params import SamplingParams
 
 _OK, _PARTIAL, _USER_ERROR, _INTERRUPTED, _PIPE_CLOSED = 0, 1, 2, 130, 141
@@ -98,6 +99,14 @@ def build_parser() -> argparse.ArgumentParser:
     add_engine_flags(generate)
     add_sampling_flags(generate)
 
+    examine = commands.add_parser("check", help="is the text the same with speculation?")
+    examine.add_argument(
+        "--num-tokens", type=int, default=64, metavar="N", help="tokens of each text (64)"
+    )
+    add_engine_flags(examine)
+    examine.add_argument("--verbose", action="store_true", help="log what the engine does")
+    examine.set_defaults(run=_check)
+
     show = commands.add_parser("demo", help="compare a small model with and without speculation")
     demo.add_arguments(show)
 
@@ -125,11 +134,13 @@ def _generate(args: argparse.Namespace) -> int:
     if not prompts:
         raise RequestError("no prompt", hint="give --prompt TEXT or --prompt-file FILE")
     given = sampling_options(args)
+    if not args.json and not {"logprobs", "prompt_logprobs"}.isdisjoint(given):
+        raise RequestError("log probabilities are shown as JSON only", hint="add --json")
     llm = LLM(**engine_options(args))
     params = dataclasses.replace(llm.default_params(), **given)
 
     started = time.perf_counter()
-    streams = len(prompts) == 1 and sys.stdout.isatty() and not args.json
+    streams = len(prompts) == params.n == 1 and sys.stdout.isatty() and not args.json
     color = render.use_color(args.color, sys.stdout, os.environ)
     if streams:
         outputs = [_stream(llm, prompts[0], params, color)]
@@ -153,6 +164,12 @@ def _generate(args: argparse.Namespace) -> int:
         lines = render.statistics_lines(total_speculation(outputs), seconds)
         print("", *lines, sep="\n", file=sys.stderr)
     return _PARTIAL if failed else _OK
+
+
+def _check(args: argparse.Namespace) -> int:
+    report = check.check(EngineConfig(**engine_options(args)), num_tokens=args.num_tokens)
+    check.print_report(report, sys.stdout)
+    return int(report.result)
 
 
 def _read_prompt(source: str | Path) -> str:
@@ -180,7 +197,7 @@ def _stream(llm: LLM, prompt: str, params: SamplingParams, color: bool) -> Reque
     painter = render.TextPainter(llm.tokenizer, color)
     output = None
     for output in llm.stream(prompt, params):
-        sys.stdout.write(painter.push(output))
+        sys.stdout.write(painter.push(output.completions[0]))
         sys.stdout.flush()
     assert output is not None  # a request that was accepted emits at least one token
     print()
@@ -190,13 +207,15 @@ def _stream(llm: LLM, prompt: str, params: SamplingParams, color: bool) -> Reque
 def _print_output(
     llm: LLM, index: int, prompts: list[str], output: RequestOutput, *, as_json: bool, color: bool
 ) -> None:
-    if as_json:
-        print(json.dumps(_as_object(index, output)))
-    elif output.error is None:
-        if len(prompts) > 1:
-            heading = f"--- prompt {index + 1}: {_shortened(prompts[index])} ---"
-            print(render.paint(heading, render.BOLD if color else ""))
-        print(render.TextPainter(llm.tokenizer, color).push(output))
+    for completion in output.completions:
+        if as_json:
+            print(json.dumps(_as_object(index, output, completion)))
+        elif output.error is None:
+            if len(prompts) > 1 or len(output.completions) > 1:
+                which = f", output {completion.index + 1}" if len(output.completions) > 1 else ""
+                heading = f"--- prompt {index + 1}{which}: {_shortened(prompts[index])} ---"
+                print(render.paint(heading, render.BOLD if color else ""))
+            print(render.TextPainter(llm.tokenizer, color).push(completion))
 
 
 def _shortened(prompt: str) -> str:
@@ -204,14 +223,22 @@ def _shortened(prompt: str) -> str:
     return shown if len(prompt) <= _HEADING_CHARACTERS else f"{shown}..."
 
 
-def _as_object(index: int, output: RequestOutput) -> dict[str, Any]:
+def _as_object(index: int, output: RequestOutput, completion: Completion) -> dict[str, Any]:
     """What --json prints of one output."""
-    reason, stats = output.finish_reason, output.speculation
-    return {
+    reason, stats = completion.finish_reason, completion.speculation
+    item: dict[str, Any] = {
         "index": index,
-        "text": output.text,
-        "token_ids": output.token_ids,
+        "completion": completion.index,
+        "text": completion.text,
+        "token_ids": completion.token_ids,
         "finish_reason": None if reason is None else reason.value,
         "speculation": dataclasses.asdict(stats) | {"acceptance_length": stats.acceptance_length},
         "error": None if output.error is None else str(output.error),
     }
+    for name, logprobs in (
+        ("logprobs", completion.logprobs),
+        ("prompt_logprobs", output.prompt_logprobs),
+    ):
+        if logprobs is not None:
+            item[name] = [dataclasses.asdict(entry) for entry in logprobs]
+    return item

@@ -14,7 +14,7 @@ import json
 import re
 import types
 import typing
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, Union, cast, get_args, get_origin
 
 from outrider.config import EngineConfig, SpeculativeConfig
@@ -26,6 +26,10 @@ SPECULATION_FLAGS: Mapping[str, str] = {
     "method": "speculative-algorithm",
     "model": "speculative-draft-model",
     "num_speculative_tokens": "speculative-num-draft-tokens",
+    "draft_sampling": "speculative-draft-sampling",
+    "draft_top_m": "speculative-draft-top-m",
+    "synthetic_acceptance_length": "speculative-synthetic-acceptance-length",
+    "synthetic_acceptance_rates": "speculative-synthetic-acceptance-rates",
 }
 """Fields of SpeculativeConfig and their flags."""
 
@@ -45,7 +49,7 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def add_sampling_flags(parser: argparse.ArgumentParser) -> None:
-    """A flag for every field of SamplingParams; those that are not built yet stay out of --help."""
+    """A flag for every field of SamplingParams."""
     group = parser.add_argument_group(
         "sampling", "what is not given is the checkpoint's recommendation, else the default here"
     )
@@ -56,14 +60,12 @@ def add_flags(
     parser: argparse.ArgumentParser | argparse._ArgumentGroup,  # pyright: ignore[reportPrivateUsage]
     config: type,
     names: Mapping[str, str] | None = None,
-    hidden: Collection[str] = (),
 ) -> None:
     """Add an argument for every field of a dataclass.
 
     Args:
         names: flags, without dashes, of the fields whose flag is not their own name. Without one
             a field that has no default is positional.
-        hidden: fields to leave out of the help.
     """
     helps = field_help(config)
     annotations = typing.get_type_hints(config)
@@ -72,8 +74,6 @@ def add_flags(
         options = _value_options(annotations[field.name])
         repeats = " May be given again." if options.get("action") == "append" else ""
         options["help"] = _help(field, helps.get(field.name, "") + repeats)
-        if field.name in hidden:
-            options["help"] = argparse.SUPPRESS
         if flag is None and field.default is dataclasses.MISSING:
             options["metavar"] = field.name.upper()
             parser.add_argument(_destination(config, field.name), **options)

@@ -11,7 +11,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib import resources
 from pathlib import Path
@@ -24,8 +24,14 @@ from outrider.errors import ConfigError
 from outrider.llm import LLM
 from outrider.output import RequestOutput, total_speculation
 from outrider.params import SamplingParams
+from outrider.spec.names import METHODS, canonical_method
 
-BUNDLED_MODEL = Path("models/tiny-qwen3.5")
+BUNDLED_MODELS: Mapping[str, tuple[str, str | None]] = {
+    "mtp": ("models/tiny-qwen3.5", None),
+    "eagle3": ("models/tiny-qwen3", "models/tiny-qwen3-eagle3"),
+    "ngram": ("models/tiny-qwen3.5", None),
+}
+"""Target and draft checkpoint that each method is shown with."""
 _KV_CACHE_GIB = 0.25  # one short sequence at a time
 _WARM_UP_TOKENS = 16
 _SAME, _DIFFERENT = 0, 1
@@ -62,9 +68,14 @@ class Comparison:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """What the demo can be told."""
     parser.add_argument(
-        "--model", metavar="MODEL", help=f"folder or hub id (default: {BUNDLED_MODEL})"
+        "--model", metavar="MODEL", help="folder or hub id (default: a small one of the repository)"
     )
-    parser.add_argument("--method", default="mtp", metavar="NAME", help="draft method (mtp)")
+    parser.add_argument(
+        "--draft-model", metavar="MODEL", help="the draft's own checkpoint, for methods with one"
+    )
+    parser.add_argument(
+        "--method", default="mtp", metavar="NAME", help=f"draft method: {', '.join(METHODS)} (mtp)"
+    )
     parser.add_argument(
         "--num-draft-tokens", type=int, default=3, metavar="N", help="drafts a round (3)"
     )
@@ -76,19 +87,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Run the demo; returns 0 if both texts of every prompt are the same, else 1."""
     params = SamplingParams(max_tokens=args.tokens, temperature=0)
-    spec = SpeculativeConfig(args.method, num_speculative_tokens=args.num_draft_tokens)
-    model = args.model
+    method = canonical_method(args.method)
+    model, draft_model = args.model, args.draft_model
     if model is None:
-        model = str(bundled_model())
+        target_name, draft_name = BUNDLED_MODELS[method]
+        model = str(bundled(target_name))
+        if draft_model is None and draft_name is not None:
+            draft_model = str(bundled(draft_name))
         # Its matrices are too small to share out, and on a busy machine two threads that wait for
         # each other took ten times as long as one.
         torch.set_num_threads(1)
+    spec = SpeculativeConfig(method, draft_model, args.num_draft_tokens)
     color = render.use_color(args.color, sys.stdout, os.environ)
     prompts = load_prompts()
     llm = LLM(model, speculative_config=spec, max_num_seqs=1, kv_cache_memory_gib=_KV_CACHE_GIB)
 
     k = spec.num_speculative_tokens
-    print(f"{args.model or BUNDLED_MODEL}: {len(prompts)} prompts, up to {args.tokens} tokens each")
+    name = args.model or BUNDLED_MODELS[method][0]
+    print(f"{name}: {len(prompts)} prompts, up to {args.tokens} tokens each")
     print(f"temperature 0, speculation by {spec.method} with {k} draft tokens a round")
     if color:
         print(render.legend(k))
@@ -101,20 +117,20 @@ def run(args: argparse.Namespace) -> int:
     return _SAME if same else _DIFFERENT
 
 
-def bundled_model() -> Path:
-    """The small model's folder, in the source checkout or else below the current folder.
+def bundled(name: str) -> Path:
+    """A bundled model's folder, in the source checkout or else below the current folder.
 
     Raises:
         ConfigError: it is in neither.
     """
     checkout = Path(__file__).resolve().parents[2]
-    places = [checkout / BUNDLED_MODEL, Path.cwd() / BUNDLED_MODEL]
+    places = [checkout / name, Path.cwd() / name]
     for place in places:
         if (place / "config.json").is_file():
             return place
     raise ConfigError(
         "the demo's model is not here",
-        got=str(BUNDLED_MODEL),
+        got=name,
         allowed=f"a model folder at {' or '.join(dict.fromkeys(map(str, places)))}",
         hint="run the demo in a clone of the repository, or name a model with --model",
     )
@@ -152,7 +168,7 @@ def _prompt_lines(llm: LLM, number: int, comparison: Comparison, color: bool) ->
     """A prompt, its continuation, and how both runs fared."""
     prompt, speculative, plain = comparison.prompt, comparison.speculative, comparison.plain
     heading = render.paint(f"--- {number}. {prompt.title} ---", render.BOLD if color else "")
-    text = render.TextPainter(llm.tokenizer, color).push(speculative)
+    text = render.TextPainter(llm.tokenizer, color).push(speculative.completions[0])
     lines = [
         heading,
         render.paint(prompt.text, render.DIM if color else "") + text,

@@ -148,7 +148,7 @@ class Engine:
         requests = self._admission.requests(
             request_id, prompt_token_ids, params, self._num_sequences
         )
-        grammar = params.structured_output
+        grammar = params.grammar
         matchers: list[GrammarMatcher | None] = [None] * len(requests)
         if grammar is not None:
             assert self._grammars is not None, "admission refuses grammars without a tokenizer"

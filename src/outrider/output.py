@@ -36,6 +36,10 @@ class Completion:
     logprobs: tuple[TokenLogprobs, ...] | None = None
 
     @property
+    def finished(self) -> bool:
+        return self.finish_reason is not None
+
+    @property
     def speculation(self) -> SpeculationStats:
         """What speculation did for this output."""
         return SpeculationStats.of(list(self.rounds))
@@ -84,7 +88,7 @@ class RequestOutput:
     @property
     def finished(self) -> bool:
         """All completions have ended."""
-        return all(completion.finish_reason is not None for completion in self.completions)
+        return all(completion.finished for completion in self.completions)
 
     @property
     def speculation(self) -> SpeculationStats:

@@ -73,7 +73,7 @@ class SamplingParams:
         logprobs_mode: "raw", of the model's own distribution, or "processed", of the one that is
             drawn from (a greedy request counts as temperature 1; prompt tokens see temperature,
             top_k, top_p and min_p).
-        structured_output: a grammar that the output follows.
+        structured_output: a grammar that the output follows, or a mapping with its kind and text.
         speculation: False switches drafting off for this request.
         max_draft_tokens: cap on the drafts of a round for this request; None is the engine's K.
         draft_sampling: how this request's drafts are drawn, "argmax", "coupled" (with a seed, the
@@ -102,7 +102,7 @@ class SamplingParams:
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     logprobs_mode: str = "raw"
-    structured_output: StructuredOutput | None = None
+    structured_output: StructuredOutput | Mapping[str, str] | None = None
     speculation: bool = True
     max_draft_tokens: int | None = None
     draft_sampling: str | None = None
@@ -119,7 +119,7 @@ class SamplingParams:
             if getattr(self, name) is not None:
                 check_int(error, name, getattr(self, name), 0, MAX_LOGPROBS)
         check_choice(error, "logprobs_mode", self.logprobs_mode, ("raw", "processed"))
-        check_type(error, "structured_output", self.structured_output, StructuredOutput, True)
+        self._normalise_grammar()
         if self.max_draft_tokens is not None:
             check_int(
                 error, "max_draft_tokens", self.max_draft_tokens, 0, hint="None is the engine's K"
@@ -178,6 +178,22 @@ class SamplingParams:
             check_int(RequestError, "logit_bias token id", token_id, 0)
             check_real(RequestError, f"logit_bias of token {token_id}", value)
         object.__setattr__(self, "logit_bias", bias or None)
+
+    def _normalise_grammar(self) -> None:
+        grammar = self.structured_output
+        if isinstance(grammar, Mapping):
+            if not {"kind"} <= set(grammar) <= {"kind", "text"}:
+                raise RequestError(
+                    "structured_output", got=grammar, allowed="an object with kind and text"
+                )
+            object.__setattr__(self, "structured_output", StructuredOutput(**grammar))
+        else:
+            check_type(RequestError, "structured_output", grammar, StructuredOutput, True)
+
+    @property
+    def grammar(self) -> StructuredOutput | None:
+        """`structured_output` as it is after normalisation."""
+        return cast(StructuredOutput | None, self.structured_output)
 
     def _normalise_stops(self) -> None:
         stop = (

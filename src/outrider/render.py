@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TextIO
 
-from outrider.output import RequestOutput
+from outrider.output import Completion
 from outrider.tokenizer import REPLACEMENT, IncrementalDetokenizer, Tokenizer
 from outrider.trace import Origin, RoundTrace, SpeculationStats, TokenOrigin
 
@@ -83,7 +83,7 @@ class TextPainter:
         self._num_given = 0  # characters of the request's text
         self._code = ""
 
-    def push(self, output: RequestOutput) -> str:
+    def push(self, output: Completion) -> str:
         """Take the request as it stands; returns what is new. It may end inside a line."""
         if not self._color:
             new, self._num_given = output.text[self._num_given :], len(output.text)

@@ -94,7 +94,18 @@ class Tokenizer:
         Args:
             add_special_tokens: add what the tokenizer puts around a text; off for the output of a
                 chat template, which holds its special tokens already.
+
+        Raises:
+            RequestError: the text holds half of a surrogate pair, which no UTF-8 text does.
         """
+        try:
+            text.encode("utf-8")
+        except UnicodeEncodeError as error:
+            raise RequestError(
+                f"text is not valid Unicode at character {error.start}",
+                got=text[error.start : error.end],
+                allowed="text that can be written as UTF-8",
+            ) from error
         return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
