@@ -68,6 +68,7 @@ def test_json_is_one_object_for_each_output(model: str, capsys: pytest.CaptureFi
     for entry in (first, second):
         assert set(entry) == {
             "index",
+            "completion",
             "text",
             "token_ids",
             "finish_reason",
@@ -126,7 +127,7 @@ def _is_one_line(text: str) -> bool:
         (["generate", "M"], "no prompt: give --prompt TEXT or --prompt-file FILE"),
         (["generate", "M", "--prompt", "x", "--top-p", "3"], "top_p: got 3.0; allowed: (0, 1]"),
         (["generate", "M", "--prompt", "x", "--max-tokens", "0"], "max_tokens: got 0; allowed"),
-        (["generate", "M", "--prompt", "x", "--n", "2"], "n is not built yet: got 2"),
+        (["generate", "M", "--prompt", "x", "--n", "0"], "n: got 0"),
         (
             ["generate", "M", "--prompt", "x", "--max-tokens", "a"],
             "argument --max-tokens: invalid int value: 'a': see outrider generate --help",
@@ -137,7 +138,7 @@ def _is_one_line(text: str) -> bool:
             "speculative method is not known: got 'tea'",
         ),
         (["demo", "--method", "tea"], "speculative method is not known: got 'tea'"),
-        (["demo", "--num-draft-tokens", "0"], "num_speculative_tokens: got 0"),
+        (["demo", "--num-draft-tokens", "0"], "num_draft_tokens: got 0"),
         (["demo", "--tokens", "0"], "max_tokens: got 0"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",

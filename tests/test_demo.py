@@ -26,8 +26,8 @@ def model(random_checkpoint: Callable[[TinyShape], Path]) -> Path:
     return folder
 
 
-def output(token_ids: tuple[int, ...], *rounds: RoundTrace) -> RequestOutput:
-    completion = Completion(0, "text", "", token_ids, FinishReason.LENGTH, rounds)
+def output(token_ids: tuple[int, ...], *rounds: RoundTrace, text: str = "text") -> RequestOutput:
+    completion = Completion(0, text, "", token_ids, FinishReason.LENGTH, rounds)
     return RequestOutput("r", (), (completion,))
 
 
@@ -56,7 +56,7 @@ def test_the_first_token_that_differs_is_found() -> None:
 
 
 def test_a_difference_is_called_a_bug_and_names_the_prompt() -> None:
-    different = replace(SAME, plain=replace(PLAIN, token_ids=(5, 6, 9, 8)))
+    different = replace(SAME, plain=output((5, 6, 9, 8), *PLAIN.rounds))
     verdict = summary_lines([SAME, different], "mtp, k = 2")[-2]
     assert verdict == "The two runs DIFFER in prompt 2: this is a bug."
 
@@ -65,7 +65,7 @@ def test_texts_that_differ_make_the_demo_fail_and_show_both(
     model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def compare(*_: Any) -> Iterator[Comparison]:
-        other = replace(PLAIN, token_ids=(5, 6, 9, 8), text="another text")
+        other = output((5, 6, 9, 8), *PLAIN.rounds, text="another text")
         yield replace(SAME, plain=other)
 
     monkeypatch.setattr(demo, "compare", compare)

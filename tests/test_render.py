@@ -139,7 +139,7 @@ def span_results(draw: st.DrawFn) -> list[SpanResult]:
             reason = draw(st.sampled_from([FinishReason.STOP, FinishReason.LENGTH]))
             if reason is FinishReason.STOP:
                 emitted = (*emitted[:-1], END_ID)
-        results.append(SpanResult(0, emitted, reason, drafts, num_accepted, 0))
+        results.append(SpanResult(0, emitted, reason, drafts, num_accepted))
     return results
 
 
@@ -152,10 +152,10 @@ def test_the_coloured_text_is_the_text_however_it_is_streamed(
     builder = OutputBuilder(Request("r", (), params, (END_ID,), 99, 0), TOKENIZER)
     streaming, pieces, last = TextPainter(TOKENIZER, color=True), [], None
     for result in results:
-        _, reason = builder.add(result)
-        last = builder.output(reason)
+        builder.add(result)
+        last = builder.completion
         pieces.append(streaming.push(last))
-        if reason is not None:
+        if last.finished:
             break
     assert last is not None and last.finished
     streamed = "".join(pieces)

@@ -141,8 +141,8 @@ class SlotSetup:
     top_p: float
     min_p: float
     seed: int
-    rules: LogitRules
-    draft_sampling: DraftSampling
+    rules: LogitRules = LogitRules(num_prompt=0)
+    draft_sampling: DraftSampling = DraftSampling.ARGMAX
 
 
 @dataclass(frozen=True, slots=True)

@@ -173,6 +173,8 @@ def _value_options(annotation: Any) -> dict[str, Any]:
         if get_origin(kind) is Sequence:
             (item,) = get_args(kind)
             return {"action": "append", "type": item, "metavar": _METAVARS[item]}
+    if len(kinds) > 1:  # the dataclass says which of the forms JSON can take
+        return {"type": _json, "metavar": "JSON"}
     (kind,) = kinds
     if kind is bool:
         return {"action": argparse.BooleanOptionalAction}

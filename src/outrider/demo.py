@@ -19,7 +19,8 @@ from pathlib import Path
 import torch
 
 from outrider import render
-from outrider.config import SpeculativeConfig
+from outrider.checks import check_int
+from outrider.config import MAX_SPECULATIVE_TOKENS, SpeculativeConfig
 from outrider.errors import ConfigError
 from outrider.llm import LLM
 from outrider.output import RequestOutput, total_speculation
@@ -89,6 +90,7 @@ def run(args: argparse.Namespace) -> int:
     params = SamplingParams(max_tokens=args.tokens, temperature=0)
     method = canonical_method(args.method)
     model, draft_model = args.model, args.draft_model
+    check_int(ConfigError, "num_draft_tokens", args.num_draft_tokens, 1, MAX_SPECULATIVE_TOKENS)
     if model is None:
         target_name, draft_name = BUNDLED_MODELS[method]
         model = str(bundled(target_name))

@@ -24,9 +24,9 @@ class Request:
     stop_token_ids: tuple[int, ...]
     length_limit: int
     seed: int
-    rules: LogitRules
-    draft_sampling: DraftSampling
-    tier: Tier
+    rules: LogitRules = LogitRules(num_prompt=0)
+    draft_sampling: DraftSampling = DraftSampling.ARGMAX
+    tier: Tier = Tier.SAMPLED
 
 
 class Status(Enum):
