@@ -7,7 +7,7 @@ drawn as a whole: the walk splits its interval where a decision needs it (`Noise
 the part it is in. Rounds that meet the same name again split that part further. Everything is
 float64.
 
-Knows nothing of the engine; rules that drive production code are written by the tests.
+Knows nothing of the engine; the rules, and production code with them, are in rules.py.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ class Noise:
         """
         low, high = self.known.get(name, (0.0, 1.0))
         ends = list(accumulate(widths))
-        begins = [0.0, *ends[:-1]]
-        ends[-1] = 1.0  # the last end is 1 up to rounding
+        assert abs(ends[-1] - 1.0) < 1e-12, "parts of [0, 1) that do not fill it"
+        begins, ends[-1] = [0.0, *ends[:-1]], 1.0
         for index, (begin, end) in enumerate(zip(begins, ends, strict=True)):
             begin, end = max(begin, low), min(end, high)
             # A part of width 0 cannot be drawn, also where rounding left it a sliver of the end.
@@ -171,17 +171,13 @@ class Decoder:
 
 def completed(texts: Law, p: Table, end: End) -> Law:
     """Law of the texts that begin like `texts` and go on by p until they end."""
-    law: dict[Context, float] = defaultdict(float)
-    open_texts = dict(texts)
-    while open_texts:
-        text, mass = open_texts.popitem()
-        if end.reached(text):
-            law[text] += mass
-            continue
-        for token_id, chance in enumerate(p(text)):
-            if chance > 0:
-                longer = (*text, token_id)
-                open_texts[longer] = open_texts.get(longer, 0.0) + mass * chance
+    law = defaultdict(float, texts)
+    for length in range(end.limit):
+        for text in [text for text in law if len(text) == length and not end.reached(text)]:
+            mass = law.pop(text)
+            for token_id, chance in enumerate(p(text)):
+                if chance > 0:
+                    law[*text, token_id] += mass * chance
     return law
 
 
@@ -269,54 +265,3 @@ class Sampled:
         name = self.number(text, len(chain.token_ids))
         for token_id, chance, after in noise.split(name, row):
             yield chance, chain.then(token_id, row), after
-
-
-@dataclass(frozen=True)
-class TokenWise:
-    """Token-wise rejection, the yardstick: accept x if u q(x) < p(x), else draw from p - q.
-
-    Args:
-        acceptance: chance of accepting x, given the rows of p and q.
-        residual: distribution of the token that takes the place of a rejected draft.
-    """
-
-    acceptance: Callable[[Row, Row, int], float] = lambda p, q, x: min(1.0, p[x] / q[x])
-    residual: Callable[[Row, Row], Row] = lambda p, q: residual(p, q)
-
-    def branches(
-        self, p: Table, text: Context, chain: Chain, noise: Noise, end: End
-    ) -> Iterator[tuple[float, Context, Noise]]:
-        begun = len(text)
-
-        def walk(
-            probability: float, num_accepted: int, noise: Noise
-        ) -> Iterator[tuple[float, Context, Noise]]:
-            accepted = chain.token_ids[:num_accepted]
-            row = p(text + accepted)
-            if num_accepted == len(chain.token_ids):
-                yield from emit(probability, accepted, row, noise)
-                return
-            drawn_from, token_id = chain.rows[num_accepted], chain.token_ids[num_accepted]
-            chance = self.acceptance(row, drawn_from, token_id)
-            name = ("accept", begun, num_accepted)
-            for refused, part, after in noise.split(name, (chance, 1.0 - chance)):
-                if refused:
-                    rest = self.residual(row, drawn_from)
-                    yield from emit(probability * part, accepted, rest, after)
-                else:
-                    yield from walk(probability * part, num_accepted + 1, after)
-
-        def emit(
-            probability: float, accepted: Context, row: Row, noise: Noise
-        ) -> Iterator[tuple[float, Context, Noise]]:
-            for token_id, chance, after in noise.split(("residual", begun), row):
-                yield probability * chance, end.trim(text, (*accepted, token_id)), after
-
-        return walk(1.0, 0, noise)
-
-
-def residual(p: Row, q: Row) -> Row:
-    """max(p - q, 0), normalised; p where nothing is left."""
-    left = [max(a - b, 0.0) for a, b in zip(p, q, strict=True)]
-    total = sum(left)
-    return tuple(part / total for part in left) if total > 0 else p
