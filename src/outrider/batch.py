@@ -97,13 +97,16 @@ class LogitRules:
         bad_words: token sequences whose last token must not follow the others.
     """
 
-    num_prompt: int
+    num_prompt: int = 0
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     min_tokens: int = 0
     logit_bias: tuple[tuple[int, float], ...] = ()
     bad_words: tuple[tuple[int, ...], ...] = ()
+
+
+NO_RULES = LogitRules()
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +144,7 @@ class SlotSetup:
     top_p: float
     min_p: float
     seed: int
-    rules: LogitRules = LogitRules(num_prompt=0)
+    rules: LogitRules = NO_RULES
     draft_sampling: DraftSampling = DraftSampling.ARGMAX
 
 

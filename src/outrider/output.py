@@ -191,10 +191,11 @@ class OutputBuilder:
 
     def _end(self, reason: FinishReason) -> None:
         """Show what was held back for a character or a stop string that will not come."""
-        self.finish_reason = reason
         tail = "" if self._detokenizer is None else self._detokenizer.flush()
         safe, stopped = self._stops.push(tail)
         self._show(safe if stopped else safe + self._stops.flush())
+        # Bytes that end as U+FFFD may complete a stop string, which comes before the length.
+        self.finish_reason = FinishReason.STOP if stopped else reason
 
     def _show(self, text: str) -> None:
         if text:
@@ -202,9 +203,9 @@ class OutputBuilder:
             self._new_text.append(text)
 
     def abort(self) -> None:
-        """The output ends here."""
+        """The output ends here; what was held back is shown."""
         self._new_text = []
-        self.finish_reason = FinishReason.ABORT
+        self._end(FinishReason.ABORT)
 
     @property
     def completion(self) -> Completion:

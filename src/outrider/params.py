@@ -13,6 +13,8 @@ from outrider.spec.names import DraftSampling
 GREEDY_BELOW = 1e-5
 """Temperatures below this are greedy: the softmax would be one-hot up to rounding."""
 
+MAX_TEMPERATURE = 1000
+MAX_BIAS = 10_000  # far past what any logit outweighs, and far from where float32 overflows
 MAX_LOGPROBS = 64
 
 GRAMMAR_KINDS = ("json_schema", "json_object", "regex", "ebnf")
@@ -133,9 +135,12 @@ class SamplingParams:
     def _check_distribution(self) -> None:
         error = RequestError
         check_real(error, "temperature", self.temperature)
-        if self.temperature < 0:
+        if not 0 <= self.temperature <= MAX_TEMPERATURE:
             raise RequestError(
-                "temperature", got=self.temperature, allowed="0 or more", hint="0 is greedy"
+                "temperature",
+                got=self.temperature,
+                allowed=f"[0, {MAX_TEMPERATURE}]",
+                hint="0 is greedy",
             )
         if self.top_k is not None:
             check_int(error, "top_k", self.top_k, 1, hint="None keeps all tokens")
@@ -150,11 +155,11 @@ class SamplingParams:
         error = RequestError
         check_int(error, "min_tokens", self.min_tokens, 0, self.max_tokens)
         check_real(error, "repetition_penalty", self.repetition_penalty)
-        if self.repetition_penalty <= 0:
+        if not 0.01 <= self.repetition_penalty <= 100:
             raise RequestError(
                 "repetition_penalty",
                 got=self.repetition_penalty,
-                allowed="more than 0",
+                allowed="[0.01, 100]",
                 hint="1 changes nothing",
             )
         for name in ("presence_penalty", "frequency_penalty"):
@@ -176,7 +181,10 @@ class SamplingParams:
         bias = dict(cast(Mapping[Any, Any], self.logit_bias))
         for token_id, value in bias.items():
             check_int(RequestError, "logit_bias token id", token_id, 0)
-            check_real(RequestError, f"logit_bias of token {token_id}", value)
+            what = f"logit_bias of token {token_id}"
+            check_real(RequestError, what, value)
+            if not -MAX_BIAS <= value <= MAX_BIAS:
+                raise RequestError(what, got=value, allowed=f"[-{MAX_BIAS}, {MAX_BIAS}]")
         object.__setattr__(self, "logit_bias", bias or None)
 
     def _normalise_grammar(self) -> None:

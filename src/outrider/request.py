@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from enum import Enum
 
-from outrider.batch import FinishReason, LogitRules, Tier
+from outrider.batch import NO_RULES, FinishReason, LogitRules, Tier
 from outrider.params import SamplingParams
 from outrider.spec.names import DraftSampling
 
@@ -24,7 +24,7 @@ class Request:
     stop_token_ids: tuple[int, ...]
     length_limit: int
     seed: int
-    rules: LogitRules = LogitRules(num_prompt=0)
+    rules: LogitRules = NO_RULES
     draft_sampling: DraftSampling = DraftSampling.ARGMAX
     tier: Tier = Tier.SAMPLED
 

@@ -122,7 +122,8 @@ class Runner:
         positions = table.num_committed[slots][sequence] + place
         tokens = outcome.token_ids[sequence, place]
         table.token_ids[slots[sequence], positions] = tokens.to(table.token_ids.dtype)
-        newest = outcome.token_ids.gather(1, (outcome.num_emitted - 1)[:, None])[:, 0]
+        newest_row = (outcome.num_emitted - 1).clamp(min=0)  # a finished slot emits nothing
+        newest = outcome.token_ids.gather(1, newest_row[:, None])[:, 0]
         table.last_token_ids[slots] = torch.where(live, newest, table.last_token_ids[slots])
         table.num_committed[slots] += num_emitted
         table.finished[slots] |= outcome.stopped | outcome.at_limit

@@ -28,9 +28,11 @@ def target_probs(logits: Tensor, sampling: SamplingArrays) -> Tensor:
         ordered, ids = probs.sort(dim=-1, descending=True, stable=True)
         rank = torch.arange(vocab_size, device=logits.device)
         kept = torch.where(rank < sampling.top_k[:, None], ordered, 0.0)
-        # Top-p looks at the distribution that top-k left. The first token is always kept.
+        # Top-p looks at the distribution that top-k left.
         before = (kept.cumsum(-1) - kept) / kept.sum(-1, keepdim=True)
-        open_nucleus = (before < sampling.top_p[:, None]) | (sampling.top_p[:, None] >= 1)
+        # A top-p that float32 rounds to 0 must not empty the row, nor one of 1 cut its tail.
+        always = (rank == 0) | (sampling.top_p[:, None] >= 1)
+        open_nucleus = (before < sampling.top_p[:, None]) | always
         kept = torch.where(open_nucleus, kept, 0.0)
         probs = torch.zeros_like(probs).scatter(-1, ids, kept)
     threshold = sampling.min_p[:, None].to(probs.dtype) * probs.amax(-1, keepdim=True)
