@@ -9,6 +9,7 @@ from outrider.layers.linear import Linear
 from outrider.layers.norm import NormConfig, RMSNorm
 from outrider.layers.rows import AttentionCache, AttentionCacheSpec, RowBatch
 from outrider.ops.attention import paged_attention
+from outrider.ops.elementwise import sigmoid
 from outrider.ops.kv_cache import write_kv
 from outrider.ops.rotary import apply_rotary
 
@@ -77,5 +78,5 @@ class Attention(nn.Module):
             )
             output[group.flat] = attended.flatten(0, 1)
         if self.output_gate:
-            output = output * torch.sigmoid(gate)
+            output = output * sigmoid(gate)
         return self.o_proj(output.reshape(num_rows, -1))

@@ -1,8 +1,9 @@
 """Reference convolution: four multiply-adds per element in a fixed order."""
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
+
+from outrider.ops.elementwise import silu
 
 
 def causal_conv_reference(
@@ -25,4 +26,4 @@ def causal_conv_reference(
     sequence, kept_row = stored.nonzero(as_tuple=True)
     entry = (starts[sequence] + kept_row) % ring_size
     ring[slots[sequence], entry] = x[sequence, kept_row]
-    return F.silu(total).to(x.dtype)
+    return silu(total).to(x.dtype)

@@ -9,8 +9,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
+
+from outrider.ops.elementwise import sigmoid, softplus
 
 if TYPE_CHECKING:
     from outrider.ops.gated_delta_rule import DeltaState, PendingRecords
@@ -20,8 +21,8 @@ def delta_gates_reference(
     a: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor
 ) -> tuple[Tensor, Tensor]:
     """a, b [..., HV] -> g, beta [..., HV] float32."""
-    g = -a_log.float().exp() * F.softplus(a.float() + dt_bias.float())
-    return g, torch.sigmoid(b.float())
+    g = -a_log.float().exp() * softplus(a.float() + dt_bias.float())
+    return g, sigmoid(b.float())
 
 
 def l2_normalise_reference(x: Tensor) -> Tensor:

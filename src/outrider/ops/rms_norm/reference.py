@@ -1,8 +1,9 @@
 """Reference RMS norms. A row's statistics are one sum over its own contiguous elements."""
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
+
+from outrider.ops.elementwise import silu
 
 
 def _normalised(x: Tensor, eps: float) -> Tensor:
@@ -21,4 +22,4 @@ def rms_norm_reference(x: Tensor, weight: Tensor, eps: float, zero_centred: bool
 def gated_rms_norm_reference(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x [..., D], gate [..., D], weight [D] -> [..., D]."""
     normed = weight * _normalised(x, eps).to(gate.dtype)
-    return (normed * F.silu(gate.float())).to(gate.dtype)
+    return (normed * silu(gate.float())).to(gate.dtype)
