@@ -9,16 +9,23 @@ import torch
 from torch import Tensor
 
 
+def _wide(x: Tensor) -> Tensor:
+    return x if x.dtype == torch.float64 else x.float()
+
+
 def sigmoid(x: Tensor) -> Tensor:
-    """1 / (1 + exp(-x)), any shape and floating dtype."""
-    return 1.0 / (1.0 + torch.exp(-x))
+    """1 / (1 + exp(-x)); rounded once to x's dtype, as are the others."""
+    return (1.0 / (1.0 + torch.exp(-_wide(x)))).to(x.dtype)
 
 
 def silu(x: Tensor) -> Tensor:
     """x * sigmoid(x)."""
-    return x / (1.0 + torch.exp(-x))
+    wide = _wide(x)
+    return (wide / (1.0 + torch.exp(-wide))).to(x.dtype)
 
 
 def softplus(x: Tensor) -> Tensor:
     """log(1 + exp(x)), which is x to rounding from 20 on."""
-    return torch.where(x > 20.0, x, torch.log1p(torch.exp(x.clamp(max=20.0))))
+    wide = _wide(x)
+    bent = torch.log1p(torch.exp(wide.clamp(max=20.0)))
+    return torch.where(wide > 20.0, wide, bent).to(x.dtype)
