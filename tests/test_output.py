@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from tokenizers import decoders, models, pre_tokenizers
 
 from outrider.batch import FinishReason, SpanResult
-from outrider.config import SamplingParams
 from outrider.errors import RequestError
-from outrider.output import OutputBuilder, RequestOutput, total_speculation
+from outrider.output import Completion, OutputBuilder, RequestOutput, total_speculation
+from outrider.params import SamplingParams
 from outrider.request import Request
 from outrider.tokenizer import REPLACEMENT, Tokenizer
 from outrider.trace import RoundTrace, SpeculationStats
@@ -68,7 +68,7 @@ def result(
 ) -> SpanResult:
     """A round that accepted all but its last token, and refused `rejected`."""
     drafts = (*token_ids[:-1], *rejected)
-    return SpanResult(0, tuple(token_ids), reason, drafts, max(len(token_ids) - 1, 0), 0)
+    return SpanResult(0, tuple(token_ids), reason, drafts, max(len(token_ids) - 1, 0))
 
 
 def rounds_of(token_ids: Sequence[int], sizes: Sequence[int]) -> Iterator[tuple[int, ...]]:
@@ -98,18 +98,18 @@ def device(
         num_sent += len(block)
 
 
-def play(outputs: OutputBuilder, results: Iterator[SpanResult]) -> list[RequestOutput]:
+def play(outputs: OutputBuilder, results: Iterator[SpanResult]) -> list[Completion]:
     """The output after every round; what is shown only grows, by what is called new."""
-    seen: list[RequestOutput] = []
+    seen: list[Completion] = []
     text = ""
     for one in results:
-        kept, reason = outputs.add(one)
-        output = outputs.output(reason)
+        kept = outputs.add(one)
+        output = outputs.completion
         text += output.new_text
         assert output.text == text
         assert kept == one.token_ids[: len(kept)]
         seen.append(output)
-        if reason is not None:
+        if output.finished:
             break
     return seen
 
@@ -253,8 +253,9 @@ def test_the_earliest_end_wins_and_at_one_token_id_string_length_in_this_order(
 def test_a_stop_id_whose_own_text_would_complete_a_stop_string_adds_no_text() -> None:
     (d,) = ids("d")
     outputs = builder(["end"])
-    assert outputs.add(result(ids("x", "en", "d"), STOP)) == (ids("x", "en", "d"), STOP)
-    output = outputs.output(STOP)
+    assert outputs.add(result(ids("x", "en", "d"), STOP)) == ids("x", "en", "d")
+    output = outputs.completion
+    assert output.finish_reason is STOP
     assert output.token_ids[-1] == d
     assert (output.text, output.new_text) == ("xen", "xen")
 
@@ -267,10 +268,10 @@ def test_what_was_held_back_is_released_when_the_text_ends(
 ) -> None:
     outputs = builder(["abcend", "nda"])
     outputs.add(result(ids("x", "abc", "en")))
-    assert outputs.output(None).text == "x"
+    assert outputs.completion.text == "x"
     outputs.add(result(last, reason))
     released = "abcen" + ("a" if reason is LENGTH else "")
-    assert outputs.output(reason).new_text == released
+    assert outputs.completion.new_text == released
 
 
 def test_half_a_character_is_released_as_a_replacement_when_the_text_ends() -> None:
@@ -298,24 +299,45 @@ def test_special_tokens_leave_no_text_and_do_not_part_a_stop_string() -> None:
 def test_a_step_without_tokens_changes_nothing() -> None:
     outputs = builder()
     outputs.add(result(ids("x")))
-    assert outputs.add(SpanResult(0, (), None, (), 0, 0)) == ((), None)
-    output = outputs.output(None)
+    assert outputs.add(SpanResult(0)) == ()
+    output = outputs.completion
     assert (output.text, output.new_text, len(output.rounds)) == ("x", "", 1)
 
 
 def test_without_a_tokenizer_tokens_are_kept_and_the_text_is_empty() -> None:
     outputs = builder(tokenizer=None)
-    assert outputs.add(result((7, 8))) == ((7, 8), None)
-    assert outputs.add(result((9,), LENGTH)) == ((9,), LENGTH)
-    output = outputs.output(LENGTH)
-    assert (output.text, output.token_ids) == ("", (7, 8, 9))
+    assert outputs.add(result((7, 8))) == (7, 8)
+    assert outputs.add(result((9,), LENGTH)) == (9,)
+    output = outputs.completion
+    assert (output.text, output.token_ids, output.finish_reason) == ("", (7, 8, 9), LENGTH)
 
 
-def test_an_output_carries_its_request() -> None:
-    output = builder().output(None)
-    assert (output.request_id, output.prompt_token_ids) == ("r", PROMPT)
+def test_an_output_begins_empty() -> None:
+    output = builder().completion
     assert (output.text, output.token_ids, output.rounds) == ("", (), ())
     assert not output.finished
+
+
+def test_an_abort_shows_what_was_held_back_and_nothing_twice() -> None:
+    outputs = builder(["end"])
+    outputs.add(result(ids("x", "en")))
+    shown = outputs.completion.new_text
+    outputs.abort()
+    output = outputs.completion
+    assert (shown, output.new_text, output.text) == ("x", "en", "xen")
+    assert output.finish_reason is FinishReason.ABORT
+
+
+def test_a_stop_string_that_a_broken_character_completes_comes_before_the_length() -> None:
+    assert final((*ids("x"), HORSE[0]), [REPLACEMENT], limit=2) == ("x", 2, STOP)
+
+
+def test_a_stop_string_may_end_the_text_after_min_tokens_only() -> None:
+    params = SamplingParams(stop="x", min_tokens=2)
+    request = Request("r", PROMPT, params, (END,), len(PROMPT) + 9, seed=0)
+    outputs = OutputBuilder(request, TOKENIZER)
+    assert outputs.add(result(ids("x", "x", "y", "x", "y"))) == ids("x", "x", "y", "x")
+    assert (outputs.completion.text, outputs.completion.finish_reason) == ("xxy", STOP)
 
 
 def test_rounds_count_the_tokens_that_a_stop_string_left() -> None:
@@ -323,7 +345,7 @@ def test_rounds_count_the_tokens_that_a_stop_string_left() -> None:
     outputs.add(result(ids("x")))  # the end of the prompt: no drafts
     outputs.add(result(ids("y", "a"), rejected=ids("x", "y")))
     outputs.add(result(ids("b", "c", "x", "y")))
-    output = outputs.output(STOP)
+    output = outputs.completion
     assert output.text == "xya"
     assert output.rounds == (
         RoundTrace((), 0, 1),
@@ -346,7 +368,7 @@ def test_totals_of_many_outputs_add_up_and_of_none_are_nothing() -> None:
     one.add(result(ids("x", "y", "a")))
     other.add(result(ids("x")))
     other.add(result(ids("x", "y"), rejected=ids("a")))
-    outputs = [one.output(None), other.output(None)]
+    outputs = [RequestOutput("r", (), (part.completion,)) for part in (one, other)]
     assert total_speculation(outputs) == SpeculationStats(3, 2, 4, 3, (2, 1), 6)
     assert total_speculation([]) == SpeculationStats()
 
