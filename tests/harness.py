@@ -15,7 +15,7 @@ from torch import Tensor
 from outrider.batch import Batch, Effects, SlotSetup, Span, SpanResult
 from outrider.config import MAX_SPECULATIVE_TOKENS, EngineConfig, SpeculativeConfig
 from outrider.engine import Engine
-from outrider.layers.rows import AttentionCache, DeltaCache, LayerCache, RowBatch
+from outrider.layers.rows import AttentionCache, DeltaCache, LayerCache
 from outrider.models.build import Checkpoint, load_target
 from outrider.ops.gated_delta_rule import DeltaState, PendingRecords, delta_replay
 from outrider.output import RequestOutput
@@ -85,9 +85,7 @@ class TargetDriver:
         self.caches = allocate_caches(self.target.cache_specs, size, checkpoint.dtype, CPU)
         poison(self.caches)
         vocab_size = checkpoint.config.vocab_size
-        self.slots = SlotTable(
-            self.SLOT + 1, MAX_SPECULATIVE_TOKENS, 1, vocab_size, max_len, CPU
-        )
+        self.slots = SlotTable(self.SLOT + 1, MAX_SPECULATIVE_TOKENS, 1, vocab_size, max_len, CPU)
         self.inputs = InputBuilder(self.slots, block_size, prefill_grid)
         self._block_ids = tuple(range(num_blocks, 0, -1))
         self._length = 0
@@ -167,7 +165,7 @@ def tokens_of(outputs: Iterable[RequestOutput]) -> list[tuple[int, ...]]:
 
 
 Script = Callable[[int, int, int], bool]
-"""(sequence id, round of that sequence, index in the block) -> whether that draft shall be right."""
+"""(sequence id, round of that sequence, index in the block) -> whether that draft is right."""
 
 
 class ScriptedDrafter(Drafter):
@@ -180,9 +178,7 @@ class ScriptedDrafter(Drafter):
 
     samples = False
 
-    def __init__(
-        self, script: Script, texts: Mapping[int, Sequence[int]], vocab_size: int
-    ) -> None:
+    def __init__(self, script: Script, texts: Mapping[int, Sequence[int]], vocab_size: int) -> None:
         self.script, self.texts, self.vocab_size = script, texts, vocab_size
         self.sequence_in_slot: dict[int, int] = {}
         self.proposed: dict[int, int] = {}

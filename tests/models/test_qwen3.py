@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,19 @@ def assert_close(logits: Tensor, expected: Tensor) -> None:
     assert worst <= TOLERANCE, f"largest difference {worst}"
 
 
+@dataclass
+class Begun:
+    """A driver that has run the first tokens of a text; what it gave, and what it should give."""
+
+    driver: TargetDriver
+    logits: list[Tensor]
+    rest: list[int]
+    expected: Tensor
+
+    def check(self) -> None:
+        assert_close(torch.cat(self.logits), self.expected)
+
+
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> Folders:
     return Folders(tmp_path_factory)
@@ -52,9 +66,17 @@ def shape(request: pytest.FixtureRequest) -> Qwen3Shape:
     return request.param
 
 
-def length_for(shape: Qwen3Shape) -> int:
-    """Tokens of a text that runs past the trained length where that matters."""
-    return ORIGINAL + 8 if shape.yarn else 23
+def first_piece(shape: Qwen3Shape) -> int:
+    """Tokens to run in one piece, so that the others cross the trained length if there is one."""
+    return ORIGINAL - 9 if shape.yarn else 0
+
+
+def begun(folders: Folders, shape: Qwen3Shape, seed: int, **options: Any) -> Begun:
+    path, num_first = folders.target(shape), first_piece(shape)
+    tokens = random_tokens(num_first + 23, shape.vocab_size, seed)
+    driver = TargetDriver(path, **options)
+    logits = [driver.prefill(tokens[:num_first])] if num_first else []
+    return Begun(driver, logits, tokens[num_first:], transformers_logits(path, tokens))
 
 
 @pytest.mark.parametrize("length", [1, 2, 37, 64, 65, 170])
@@ -69,34 +91,33 @@ def test_a_prompt_in_one_piece_gives_transformers_logits(
 def test_a_prompt_in_chunks_of_every_size_gives_transformers_logits(
     folders: Folders, shape: Qwen3Shape, chunk: int
 ) -> None:
-    path, tokens = folders.target(shape), random_tokens(length_for(shape), shape.vocab_size, 0)
-    driver = TargetDriver(path, prefill_grid=chunk)
-    assert_close(driver.prefill(tokens, chunk), transformers_logits(path, tokens))
+    text = begun(folders, shape, 0, prefill_grid=chunk)
+    text.logits.append(text.driver.prefill(text.rest, chunk))
+    text.check()
 
 
 @pytest.mark.parametrize("num_prefilled", [1, 14])
 def test_tokens_decoded_one_by_one_give_transformers_logits(
     folders: Folders, shape: Qwen3Shape, num_prefilled: int
 ) -> None:
-    path, tokens = folders.target(shape), random_tokens(length_for(shape), shape.vocab_size, 1)
-    driver = TargetDriver(path)
-    parts = (driver.prefill(tokens[:num_prefilled]), driver.decode(tokens[num_prefilled:]))
-    assert_close(torch.cat(parts), transformers_logits(path, tokens))
+    text = begun(folders, shape, 1)
+    text.logits.append(text.driver.prefill(text.rest[:num_prefilled]))
+    text.logits.append(text.driver.decode(text.rest[num_prefilled:]))
+    text.check()
 
 
 def test_rounds_with_refused_drafts_give_transformers_logits(
     folders: Folders, shape: Qwen3Shape
 ) -> None:
-    at = length_for(shape) - 17
-    path, tokens = folders.target(shape), random_tokens(at + 17, shape.vocab_size, 2)
-    driver = TargetDriver(path)
-    parts = [driver.prefill(tokens[:at])]
+    text = begun(folders, shape, 2)
+    text.logits.append(text.driver.prefill(text.rest[:6]))
+    at = 6
     for num_accepted, num_refused in [(1, 3), (4, 0), (2, 7), (9, 0), (1, 1)]:
         wrong = random_tokens(num_refused, shape.vocab_size, num_refused)
-        rows = driver.round([*tokens[at : at + num_accepted], *wrong], num_accepted)
-        parts.append(rows[:num_accepted])
+        rows = text.driver.round([*text.rest[at : at + num_accepted], *wrong], num_accepted)
+        text.logits.append(rows[:num_accepted])
         at += num_accepted
-    assert_close(torch.cat(parts), transformers_logits(path, tokens))
+    text.check()
 
 
 @pytest.mark.slow
@@ -116,12 +137,12 @@ def test_greedy_text_past_the_trained_length_is_transformers_own(
     folders: Folders, shape: Qwen3Shape
 ) -> None:
     path, prompt = folders.target(shape), random_tokens(160, shape.vocab_size, 3)
-    params = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
+    params = SamplingParams(max_tokens=6, temperature=0, ignore_eos=True)
     [output] = run_requests(make_engine(path), [prompt], params)
     generated = transformers_model(path).generate(
         torch.tensor([prompt]),
         attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),
-        max_new_tokens=12,
+        max_new_tokens=6,
         do_sample=False,
         eos_token_id=None,
         pad_token_id=0,

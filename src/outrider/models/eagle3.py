@@ -75,7 +75,7 @@ class Eagle3(nn.Module):
         tapped = len(config.tapped_layers) * config.target_hidden_size
         self.fc = Linear(tapped, config.hidden_size)
         if config.norm_before_fc:
-            self.fc_input_norm = RMSNorm(tapped, norm)
+            self.input_norm = RMSNorm(tapped, norm)
         if config.fc_norm:
             self.fc_norm = nn.ModuleList(
                 RMSNorm(config.target_hidden_size, norm) for _ in config.tapped_layers
@@ -95,7 +95,7 @@ class Eagle3(nn.Module):
     def project(self, taps: Tensor) -> Tensor:
         """taps [R, number of taps * target's H] -> g [R, H]."""
         if self.config.norm_before_fc:
-            taps = self.fc_input_norm(taps)
+            taps = self.input_norm(taps)
         if self.config.fc_norm:
             parts = taps.chunk(len(self.fc_norm), dim=-1)
             normed = [norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)]

@@ -91,8 +91,10 @@ class Eagle3Config:
         theta, rotary_dim, yarn = read_rotary(layer, 1.0, head_dim)
         hidden_size = layer.positive_int("hidden_size")
 
+        sections = [top, top.section("eagle_config") or top, layer]
+
         def flag(key: str) -> bool:
-            section = top if top.get(key) is not None else layer
+            section = next((s for s in sections if s.get(key) is not None), top)
             return section.boolean(key, default=False)
 
         return cls(
