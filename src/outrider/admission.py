@@ -48,7 +48,9 @@ class AdmissionRules:
         self._check_prompt(prompt)
         self._check_params(params)
         stops = () if params.ignore_eos else self.eos_token_ids
-        seed = _mix(self.engine_seed + index) if params.seed is None else params.seed
+        seed = params.seed
+        if seed is None:
+            seed = _derive(self.engine_seed, index)
         return [
             Request(
                 request_id=request_id,
@@ -56,7 +58,7 @@ class AdmissionRules:
                 params=params,
                 stop_token_ids=tuple(dict.fromkeys((*stops, *params.stop_token_ids))),
                 length_limit=min(len(prompt) + params.max_tokens, self.max_model_len),
-                seed=seed if output == 0 else _mix(seed + output),
+                seed=seed if output == 0 else _derive(seed, output),
                 rules=self._rules(len(prompt), params),
                 draft_sampling=self._draft_sampling(params),
                 tier=_tier(params),
@@ -160,6 +162,12 @@ def _tier(params: SamplingParams) -> Tier:
     if params.has_rules or params.logprobs is not None:
         return Tier.FULL
     return Tier.GREEDY if params.greedy else Tier.SAMPLED
+
+
+def _derive(seed: int, index: int) -> int:
+    """The index-th seed that comes from another one; mixed twice, since users count seeds up and
+    output 2 of seed 5 must not be output 1 of seed 6."""
+    return _mix(_mix(seed) + index)
 
 
 def _mix(value: int) -> int:

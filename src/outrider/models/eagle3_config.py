@@ -90,7 +90,6 @@ class Eagle3Config:
             )
         theta, rotary_dim, yarn = read_rotary(layer, 1.0, head_dim)
         hidden_size = layer.positive_int("hidden_size")
-
         sections = [top, top.section("eagle_config") or top, layer]
 
         def flag(key: str) -> bool:
