@@ -19,13 +19,16 @@ from torch import Tensor
 from outrider.config import EngineConfig
 from outrider.engine import Engine
 from outrider.errors import CheckpointError, ConfigError
+from outrider.layers.norm import RMSNorm
 from outrider.layers.rows import LayerCache, RowBatch
 from outrider.models.config import ModelConfig
 from outrider.models.eagle3_config import Eagle3Config
+from outrider.output import total_speculation
 from outrider.params import SamplingParams
 from outrider.spec.base import Drafter, Frontier
 from outrider.spec.choose import Proposal
 from outrider.spec.eagle3 import Eagle3Drafter
+from outrider.tokenizer import Tokenizer
 from tests.checkpoints import SHAPES, write_qwen3_5
 from tests.checkpoints_qwen3 import QWEN3_SHAPES, Qwen3Shape, eagle3_weights, write_eagle3
 from tests.harness import (
@@ -287,10 +290,10 @@ USUAL = {8: (2, 4, 5), 9: (2, 4, 6)}
 
 
 @pytest.mark.parametrize("num_drafts", range(1, 9))
-@pytest.mark.parametrize("own_embedding", [False, True])
 def test_chains_equal_a_plain_implementation_after_rounds_of_partial_acceptance(
-    folders: Folders, num_drafts: int, own_embedding: bool
+    folders: Folders, num_drafts: int
 ) -> None:
+    own_embedding = num_drafts % 2 == 0
     shape = QWEN3_SHAPES[4] if own_embedding else QWEN3_SHAPES[0]
     draft = folders.draft(shape, own_embedding=own_embedding)
     taps = USUAL[shape.num_layers]
@@ -388,6 +391,79 @@ def test_the_trained_draft_equals_the_plain_implementation() -> None:
     plain_config = json.loads((draft / "config.json").read_text())
     assert "transformer_layer_config" not in plain_config
     check_chains(target, draft, (2, n // 2, n - 3), 4, config["vocab_size"])
+
+
+# --- On the trained pair, mathematics that is wrong costs acceptance. ---
+
+PROMPTS = (
+    "def main():\n    parser = argparse.ArgumentParser()\n",
+    "class TestCase(unittest.TestCase):\n    def test_",
+    "The following options are available:\n",
+    "    for key, value in items.items():\n        if",
+)
+
+
+def reverse_the_taps(drafter: Eagle3Drafter) -> None:
+    weight = drafter._draft.fc.weight
+    weight.data = torch.cat(weight.data.chunk(3, dim=1)[::-1], dim=1)
+
+
+def put_the_hidden_state_first(drafter: Eagle3Drafter) -> None:
+    weight = drafter._draft.midlayer.self_attn.qkv_proj.weight
+    weight.data = torch.cat(weight.data.chunk(2, dim=1)[::-1], dim=1)
+
+
+def take_draft_ids_for_target_ids(drafter: Eagle3Drafter) -> None:
+    assert drafter._target_ids is not None
+    drafter._target_ids = torch.arange(len(drafter._target_ids))
+
+
+def centre_the_norms_on_zero(drafter: Eagle3Drafter) -> None:
+    for module in drafter._draft.modules():
+        if isinstance(module, RMSNorm):
+            module.config = replace(module.config, zero_centred=True)
+
+
+WRONG = (
+    reverse_the_taps,
+    put_the_hidden_state_first,
+    take_draft_ids_for_target_ids,
+    centre_the_norms_on_zero,
+)
+
+
+def measure(change: Callable[[Eagle3Drafter], None] | None) -> tuple[float, list[tuple[int, ...]]]:
+    """Acceptance length at k = 3 and temperature 0 on a few prompts, and the texts."""
+    target, draft = trained_pair()
+    tokenizer = Tokenizer.from_pretrained(target)
+    engine = make_engine(target, 3, method="eagle3", draft=draft)
+    drafter = engine.runner.drafter
+    assert isinstance(drafter, Eagle3Drafter)
+    if change is not None:
+        change(drafter)
+    params = SamplingParams(max_tokens=24, temperature=0, ignore_eos=True)
+    outputs = run_requests(engine, [tokenizer.encode(prompt) for prompt in PROMPTS], params)
+    length = total_speculation(outputs).acceptance_length
+    assert length is not None
+    return length, tokens_of(outputs)
+
+
+@pytest.fixture(scope="module")
+def right() -> tuple[float, list[tuple[int, ...]]]:
+    return measure(None)
+
+
+def test_the_trained_draft_is_mostly_right(right: tuple[float, list[tuple[int, ...]]]) -> None:
+    assert right[0] > 2.0
+
+
+@pytest.mark.parametrize("change", WRONG, ids=lambda change: change.__name__)
+def test_acceptance_collapses_when_the_mathematics_is_wrong_and_the_text_stays(
+    right: tuple[float, list[tuple[int, ...]]], change: Callable[[Eagle3Drafter], None]
+) -> None:
+    length, texts = measure(change)
+    assert texts == right[1]
+    assert length < right[0] - 0.4, (length, right[0])
 
 
 # --- What reaches the draft. ---
