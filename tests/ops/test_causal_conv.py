@@ -44,7 +44,9 @@ class Ring:
             x[index, : len(rows)] = rows
         slots, starts, num_rows = (
             torch.tensor(values)
-            for values in zip(*((slot, start, len(rows)) for slot, start, rows in parts), strict=True)
+            for values in zip(
+                *((slot, start, len(rows)) for slot, start, rows in parts), strict=True
+            )
         )
         output = causal_conv(x, self.weight, self.data, slots, starts, num_rows)
         return [output[i, : len(rows)] for i, (_, _, rows) in enumerate(parts)]

@@ -61,7 +61,9 @@ def test_the_gated_norm_multiplies_by_silu_of_the_gate(
 
 def test_a_row_of_zeros_stays_zero() -> None:
     weight = torch.ones(8)
-    assert torch.equal(rms_norm(torch.zeros(2, 8), weight, EPS, zero_centred=True), torch.zeros(2, 8))
+    assert torch.equal(
+        rms_norm(torch.zeros(2, 8), weight, EPS, zero_centred=True), torch.zeros(2, 8)
+    )
 
 
 @pytest.mark.parametrize("dtype", SUPPORTED_DTYPES, ids=str)
