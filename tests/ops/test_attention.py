@@ -109,11 +109,17 @@ def test_padding_rows_are_finite(dtype: torch.dtype) -> None:
     assert attend(context, 16, [0, 1], [1, 0], width=4).isfinite().all()
 
 
-@pytest.mark.parametrize("num_threads", [1, 2])
-@pytest.mark.parametrize("dtype", SUPPORTED_DTYPES, ids=str)
-@pytest.mark.parametrize("heads", HEADS, ids=str)
+@pytest.mark.parametrize(
+    ("heads", "dtype", "num_threads"),
+    [
+        *((heads, torch.float32, 1) for heads in HEADS),
+        *((HEADS[1], dtype, 1) for dtype in SUPPORTED_DTYPES[1:]),
+        (HEADS[0], torch.float32, 2),
+    ],
+    ids=str,
+)
 def test_a_rows_bits_do_not_depend_on_rows_neighbours_or_blocks(
-    dtype: torch.dtype, heads: Heads, num_threads: int
+    heads: Heads, dtype: torch.dtype, num_threads: int
 ) -> None:
     context = Context([70, 9, 200, 64, 1, 129, 33, 65, 128], heads, dtype)
     alone = attend(context, 64, [0], [1], width=1)[0, 0]
@@ -122,7 +128,7 @@ def test_a_rows_bits_do_not_depend_on_rows_neighbours_or_blocks(
     try:
         for num_rows in range(1, 10):
             for width in (num_rows, 9):
-                for block_size in (16, 64, 80):
+                for block_size in (16, 80):
                     result = attend(context, block_size, [0], [num_rows], width)
                     assert torch.equal(result[0, num_rows - 1], alone), (num_rows, width)
         for batch in range(2, 10):

@@ -15,7 +15,7 @@ RELATIVE_ERROR = {
 SIZES = [(64, 64), (37, 53), (48, 1), (1, 5), (256, 193)]
 """Inner and outer sizes."""
 
-ROW_COUNTS = [*range(1, 41), 47, 48, 63, 64, 65, 96, 129, 576]
+ROW_COUNTS = [*range(1, 20), 31, 32, 33, 48, 63, 64, 65, 96, 129, 576]
 
 
 def random_pair(num_rows: int, inner: int, outer: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -35,7 +35,8 @@ def test_a_projection_is_the_exact_product_up_to_the_types_rounding(
     scale = x.double().abs() @ weight.double().abs().T
     result = linear(x, weight)
     assert result.dtype == dtype and result.shape == exact.shape
-    assert ((result.double() - exact).abs() <= RELATIVE_ERROR[dtype] * scale).all()
+    limit = RELATIVE_ERROR[dtype] * scale + 2**-25  # half the smallest float16
+    assert ((result.double() - exact).abs() <= limit).all()
 
 
 @pytest.mark.parametrize("num_threads", [1, 2])
