@@ -10,7 +10,7 @@ import pytest
 
 from outrider.batch import Batch, FinishReason, Span, SpanResult
 from outrider.cache.manager import CacheManager
-from outrider.config import SamplingParams
+from outrider.params import SamplingParams
 from outrider.request import Request, Sequence, Status
 from outrider.scheduler import Scheduler, SchedulerConfig
 from outrider.spec.policy import num_drafts_to_propose, num_drafts_to_verify
@@ -52,13 +52,13 @@ class Bench:
     def result(self, span: Span, num_accepted: int) -> SpanResult:
         """As the runner would answer: accepted drafts and one more, cut at the length limit."""
         if not span.effects.samples:
-            return SpanResult(span.sequence_id, (), None, (), 0, 0)
+            return SpanResult(span.sequence_id)
         sequence = self.sequences[span.sequence_id]
         room = sequence.request.length_limit - sequence.num_committed
         tokens = (TOKEN,) * min(min(num_accepted, span.effects.num_drafts) + 1, room)
         reason = FinishReason.LENGTH if len(tokens) == room else None
         drafts = (TOKEN,) * span.effects.num_drafts
-        proposed = span.effects.num_drafts_next
+        proposed = (TOKEN,) * span.effects.num_drafts_next
         return SpanResult(span.sequence_id, tokens, reason, drafts, num_accepted, proposed)
 
     def step(self, num_accepted: int = 0) -> Batch:

@@ -135,6 +135,10 @@ class Engine:
                 changed[output.request.request_id] = output.request
         return self._emit(changed)
 
+    def check_request(self, prompt_token_ids: SequenceABC[int], params: SamplingParams) -> None:
+        """Raise what add_request would raise of the prompt and the parameters; queue nothing."""
+        self._admission.requests("", prompt_token_ids, params, 0)
+
     def add_request(
         self, request_id: str, prompt_token_ids: SequenceABC[int], params: SamplingParams
     ) -> None:

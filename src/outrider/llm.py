@@ -107,8 +107,10 @@ class LLM:
         Raises:
             RequestError: the prompt cannot be served.
         """
-        request_id = self._add(prompt, params or self.default_params())
-        return self._stream(request_id)
+        params = params or self.default_params()
+        token_ids = self._token_ids(prompt)
+        self.engine.check_request(token_ids, params)
+        return self._stream(token_ids, params)
 
     def chat(
         self,
@@ -124,7 +126,9 @@ class LLM:
         assert isinstance(output, RequestOutput)
         return output
 
-    def _stream(self, request_id: str) -> Iterator[RequestOutput]:
+    def _stream(self, token_ids: list[int], params: SamplingParams) -> Iterator[RequestOutput]:
+        # Queued at the first step, so that an iterator that nobody starts holds nothing.
+        request_id = self._add(token_ids, params)
         try:
             while self.engine.has_work:
                 for output in self.engine.step():
@@ -144,14 +148,17 @@ class LLM:
             )
         return list(params)
 
+    def _token_ids(self, prompt: Prompt) -> list[int]:
+        if isinstance(prompt, str):
+            return self.tokenizer.encode(prompt)
+        if not isinstance(prompt, Sequence):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise RequestError("prompt", got=prompt, allowed="a string or a list of token ids")
+        return list(prompt)
+
     def _add(self, prompt: Prompt, params: SamplingParams) -> str:
         request_id = f"request-{self._num_requests}"
         self._num_requests += 1
-        is_text = isinstance(prompt, str)
-        if not is_text and not isinstance(prompt, Sequence):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise RequestError("prompt", got=prompt, allowed="a string or a list of token ids")
-        token_ids = self.tokenizer.encode(prompt) if is_text else list(prompt)
-        self.engine.add_request(request_id, token_ids, params)
+        self.engine.add_request(request_id, self._token_ids(prompt), params)
         return request_id
 
     def _run(

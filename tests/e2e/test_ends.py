@@ -133,7 +133,7 @@ def by_stop_string() -> list[Ending]:
 
 
 def by_stop_string_after_min_tokens() -> list[Ending]:
-    """Stop strings within the first min_tokens tokens do not count; the first one after them does."""
+    """Stop strings within the first min_tokens tokens do not count, the one after them does."""
     found: list[Ending] = []
     starts = list(itertools.accumulate((len(char.encode()) for char in TEXT[1:]), initial=0))
     for least in PLACES:

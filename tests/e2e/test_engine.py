@@ -16,11 +16,13 @@ import torch
 from tokenizers import decoders, models
 
 from outrider.batch import Batch, FinishReason, SpanResult
-from outrider.config import EngineConfig, SamplingParams, SpeculativeConfig
+from outrider.config import EngineConfig, SpeculativeConfig
 from outrider.engine import Engine
 from outrider.errors import CapacityError, CheckpointError, ConfigError, OutriderError, RequestError
 from outrider.llm import LLM
 from outrider.output import RequestOutput
+from outrider.params import SamplingParams
+from outrider.runner.rounds import Masks
 from outrider.tokenizer import Tokenizer
 from tests.checkpoints import TinyShape
 from tests.harness import ScriptedDrafter, make_engine, random_tokens, run_requests, tokens_of
@@ -59,9 +61,9 @@ def watch_batches(engine: Engine) -> list[Batch]:
     batches: list[Batch] = []
     execute = engine.runner.execute
 
-    def watched(batch: Batch) -> list[SpanResult]:
+    def watched(batch: Batch, masks: Masks | None = None) -> list[SpanResult]:
         batches.append(batch)
-        return execute(batch)
+        return execute(batch, masks)
 
     engine.runner.execute = watched  # type: ignore[method-assign]
     return batches
@@ -80,7 +82,7 @@ def assert_all_given_back(engine: Engine) -> None:
 def test_pools_are_whole_again_after_a_thousand_requests_of_every_fate(path: Path) -> None:
     rng = random.Random(0)
     engine = make_engine(
-        path, 2, max_num_seqs=16, max_model_len=80, num_kv_blocks=24, max_prefill_tokens=256
+        path, 2, max_num_seqs=16, max_model_len=80, num_kv_blocks=18, max_prefill_tokens=256
     )
     finished: dict[str, RequestOutput] = {}
     live: list[str] = []
@@ -167,7 +169,13 @@ def test_preempted_requests_write_the_text_of_an_unpressured_run(
 ) -> None:
     prompts = [random_tokens(10 + 3 * i, SHAPE.vocab_size, i) for i in range(6)]
     params = [
-        SamplingParams(max_tokens=40, temperature=temperature, seed=i, ignore_eos=True)
+        SamplingParams(
+            max_tokens=40,
+            temperature=temperature,
+            seed=i,
+            ignore_eos=True,
+            draft_sampling="coupled",
+        )
         for i in range(6)
     ]
     calm = make_engine(path, num_drafts, max_model_len=80)
@@ -430,7 +438,7 @@ def test_stop_ids_outside_the_vocabulary_and_strings_without_a_tokenizer_are_ref
     engine = make_engine(path)
     with pytest.raises(RequestError, match=f"stop token id: got {SHAPE.vocab_size}"):
         engine.add_request("a", [2], SamplingParams(stop_token_ids=[SHAPE.vocab_size]))
-    with pytest.raises(RequestError, match="stop strings need a tokenizer"):
+    with pytest.raises(RequestError, match="stop needs a tokenizer"):
         engine.add_request("a", [2], SamplingParams(stop="end"))
     assert_all_given_back(engine)
 

@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from outrider.config import SamplingParams
-from outrider.spec.mtp import MTPDrafter
+from outrider.params import SamplingParams
 from tests.checkpoints import TinyShape
 from tests.harness import (
     ScriptedDrafter,
@@ -131,6 +130,7 @@ def sampled(index: int, temperature: float, **options: object) -> SamplingParams
         max_tokens=NUM_TOKENS,
         temperature=temperature,
         seed=1000 + index,
+        draft_sampling="coupled",
         ignore_eos=True,
         **narrowed,
         **options,  # type: ignore[arg-type]
@@ -295,34 +295,3 @@ def test_greedy_text_is_transformers_own(models: Models, model: str) -> None:
             pad_token_id=0,
         )
         assert output.token_ids == tuple(generated[0, len(prompts[index]) :].tolist())
-
-
-def test_drafts_made_without_a_pause_equal_drafts_made_after_one(
-    models: Models,
-) -> None:
-    # A sequence that goes k = 3, 0, 3 must propose what it would have proposed without the gap:
-    # the draft's cache has no holes.
-    path, prompt = models.path("ratio2"), models.prompts("ratio2")[4]
-    params = SamplingParams(max_tokens=40, temperature=0, ignore_eos=True)
-
-    def proposals(pause: range) -> dict[int, list[int]]:
-        engine = make_engine(path, 3)
-        engine.add_request("0", prompt, params)
-        seen: dict[int, list[int]] = {}
-        wanted = engine.scheduler._wanted_drafts
-        for step in range(20):
-            engine.scheduler._wanted_drafts = (  # type: ignore[method-assign]
-                (lambda sequence: 0) if step in pause else wanted
-            )
-            engine.step()
-            sequence = engine.scheduler.sequence(0)
-            if sequence.num_proposed:
-                table = engine.runner.slots
-                seen[sequence.num_committed] = table.draft_token_ids[sequence.slot].tolist()
-        return seen
-
-    assert isinstance(make_engine(path, 3).runner.drafter, MTPDrafter)
-    through, paused = proposals(range(0)), proposals(range(5, 9))
-    shared = [n for n in paused if n in through and n > len(prompt) + 10]
-    assert len(shared) >= 5
-    assert [paused[n] for n in shared] == [through[n] for n in shared]

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from outrider.config import SamplingParams
 from outrider.engine import Engine
 from outrider.layers.rows import AttentionCache, DeltaCache
+from outrider.params import SamplingParams
 from tests.checkpoints import SHAPES, TinyShape
 from tests.harness import (
     Frozen,

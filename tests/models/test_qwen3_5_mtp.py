@@ -6,7 +6,7 @@ import json
 import random
 import shutil
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +15,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from outrider.config import SamplingParams
 from outrider.engine import Engine
 from outrider.layers.norm import RMSNorm
 from outrider.layers.rows import LayerCache, RowBatch
+from outrider.params import SamplingParams
 from outrider.spec.base import Drafter, Frontier, Taps
+from outrider.spec.choose import Proposal
 from outrider.spec.mtp import MTPDrafter
 from outrider.tokenizer import Tokenizer
 from tests.checkpoints import SHAPES, TinyShape
@@ -151,7 +152,7 @@ def plain_chain(path: Path, text: Sequence[int], num_drafts: int) -> tuple[list[
 
 
 @dataclass
-class Proposal:
+class Seen:
     """One sequence's proposal: chain hidden states [k, H] and token ids [k], after n tokens."""
 
     sequence_id: int
@@ -171,9 +172,8 @@ class Watched(Drafter):
     real: MTPDrafter
     texts: dict[int, list[int]]
     sequence_in_slot: dict[int, int] = field(default_factory=dict)
-    seen: list[Proposal] = field(default_factory=list)
-    name = "mtp"
-    taps = Taps.FINAL_HIDDEN
+    seen: list[Seen] = field(default_factory=list)
+    taps = Taps(final_hidden=True)
 
     def __post_init__(self) -> None:
         self.cache_specs = self.real.cache_specs
@@ -184,7 +184,7 @@ class Watched(Drafter):
     def feed(self, tapped: Tensor, next_token_ids: Tensor, rows: RowBatch) -> Tensor:
         return self.real.feed(tapped, next_token_ids, rows)
 
-    def propose(self, hidden: Tensor, frontier: Frontier) -> Tensor:
+    def propose(self, hidden: Tensor, frontier: Frontier) -> Proposal:
         group = frontier.rows_at(2).groups[0]
         chain, step = [hidden], self.real.step
 
@@ -194,20 +194,21 @@ class Watched(Drafter):
 
         self.real.step = noted  # type: ignore[method-assign]
         try:
-            drafts = self.real.propose(hidden, frontier)
+            proposal = self.real.propose(hidden, frontier)
         finally:
             self.real.step = step  # type: ignore[method-assign]
+        drafts = proposal.token_ids
         handed_on = torch.zeros_like(drafts)
         places = zip(group.slots.tolist(), group.starts.tolist(), strict=True)
         for row, (slot, newest) in enumerate(places):
             sequence_id, n = self.sequence_in_slot[slot], newest + 1
             states = torch.stack([h[row] for h in chain])
-            self.seen.append(Proposal(sequence_id, n, states, drafts[row].tolist()))
+            self.seen.append(Seen(sequence_id, n, states, drafts[row].tolist()))
             coin = random.Random(f"{sequence_id} {n}")
             for index in range(drafts.shape[1]):
                 right = self.texts[sequence_id][n + index]
                 handed_on[row, index] = right if coin.random() < 0.7 else right ^ 1
-        return handed_on
+        return Proposal(handed_on, proposal.num_drafts, None)
 
 
 def watched_engine(
@@ -274,7 +275,7 @@ def zero_the_ones(drafter: MTPDrafter) -> None:
     """Multiply by w instead of 1 + w in every norm of the head."""
     for module in drafter._head.modules():
         if isinstance(module, RMSNorm):
-            module.zero_centred = False
+            module.config = replace(module.config, zero_centred=False)
 
 
 def swap_concatenation(drafter: MTPDrafter) -> None:

@@ -6,6 +6,7 @@ to be what each row would get alone.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Sequence
 
 from outrider.batch import LogitRules
@@ -21,20 +22,21 @@ def ruled_row(
     allowed: Collection[int] | None = None,
 ) -> list[float]:
     """Logits of the token after `text` (prompt and output), with every rule applied in order."""
-    prompt, output = text[: rules.num_prompt], text[rules.num_prompt :]
+    prompt, output = Counter(text[: rules.num_prompt]), Counter(text[rules.num_prompt :])
+    held_back = stop_token_ids if output.total() < rules.min_tokens else ()
+    banned = {word[-1] for word in rules.bad_words if ends_with(text, word[:-1])}
+    bias = dict(rules.logit_bias)
     row: list[float] = []
     for token, score in enumerate(logits):
         if allowed is not None and token not in allowed:
             score = -INF
-        score += sum(value for biased, value in rules.logit_bias if biased == token)
-        if token in prompt or token in output:
+        score += bias.get(token, 0.0)
+        if prompt[token] or output[token]:
             penalty = rules.repetition_penalty
             score = score / penalty if score > 0 else score * penalty
-        score -= rules.frequency_penalty * list(output).count(token)
-        score -= rules.presence_penalty * (token in output)
-        if token in stop_token_ids and len(output) < rules.min_tokens:
-            score = -INF
-        if any(word[-1] == token and ends_with(text, word[:-1]) for word in rules.bad_words):
+        score -= rules.frequency_penalty * output[token]
+        score -= rules.presence_penalty * (output[token] > 0)
+        if token in held_back or token in banned:
             score = -INF
         row.append(score)
     return row

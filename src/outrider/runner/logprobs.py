@@ -26,14 +26,19 @@ def describe(logprobs: Tensor, token_ids: Tensor, num_top: int) -> tuple[TokenLo
     Args:
         logprobs: [R, V].
         token_ids: [R] int64, the token that was chosen.
-        num_top: how many alternatives to list.
+        num_top: how many alternatives to list; those of probability 0 are left out.
     """
     chosen = logprobs.gather(-1, token_ids[:, None])
     ranks = (logprobs > chosen).sum(-1) + 1
     values, ids = logprobs.topk(min(num_top, logprobs.shape[-1]), dim=-1)
     tops = zip(ids.tolist(), values.tolist(), strict=True)
     return tuple(
-        TokenLogprobs(token, logprob, rank, tuple(zip(top_ids, top_values, strict=True)))
+        TokenLogprobs(
+            token,
+            logprob,
+            rank,
+            tuple((i, v) for i, v in zip(top_ids, top_values, strict=True) if v > float("-inf")),
+        )
         for token, logprob, rank, (top_ids, top_values) in zip(
             token_ids.tolist(), chosen[:, 0].tolist(), ranks.tolist(), tops, strict=True
         )
