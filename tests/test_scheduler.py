@@ -301,7 +301,7 @@ def test_the_youngest_running_sequence_gives_way() -> None:
     batch = bench.step()
     assert ids(batch.rounds) == [0] and not batch.prefill
     assert young.status is Status.WAITING and young.slot is None
-    assert (young.num_computed, young.num_proposed) == (0, 0)
+    assert (young.num_computed, young.proposed_token_ids) == (0, ())
     assert old.status is Status.DECODING
     assert bench.scheduler.num_preemptions == 1
 
