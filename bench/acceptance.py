@@ -64,6 +64,27 @@ def measure(
     return rows
 
 
+def header(llm: LLM) -> dict[str, Any]:
+    """What a result was made with."""
+    device = llm.engine.runner.options.device
+    return {
+        "command": " ".join([f"bench/{Path(sys.argv[0]).name}", *_without_output(sys.argv[1:])]),
+        "outrider": outrider.__version__,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu",
+    }
+
+
+def _without_output(words: Sequence[str]) -> list[str]:
+    """The command as anyone would type it, without the place of the result."""
+    kept = list(words)
+    if "--output" in kept:
+        at = kept.index("--output")
+        del kept[at : at + 2]
+    return kept
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("model")
@@ -85,13 +106,6 @@ def main() -> None:
     num_drafts = args.speculative_num_draft_tokens
     spec = SpeculativeConfig(args.speculative_algorithm, args.speculative_draft_model, num_drafts)
     llm = LLM(args.model, speculative_config=spec, dtype="float32", max_num_seqs=32)
-    header = {
-        "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
-        "outrider": outrider.__version__,
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "device": str(llm.engine.runner.options.device),
-    }
     rows: list[dict[str, Any]] = []
     for temperature in args.temperatures:
         for how in args.draft_sampling if temperature > 0 else ["argmax"]:
@@ -112,7 +126,7 @@ def main() -> None:
             for row in rows[-len(kinds) :]:
                 print(json.dumps(row), flush=True)
     if args.output is not None:
-        lines = [json.dumps(row) for row in (header, *rows)]
+        lines = [json.dumps(row) for row in (header(llm), *rows)]
         args.output.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 

@@ -225,7 +225,7 @@ def make_engine(
     method: str = "mtp",
     draft: Path | None = None,
     draft_sampling: str | None = None,
-    drafter: ScriptedDrafter | None = None,
+    drafter: Drafter | None = None,
     tokenizer: Tokenizer | None = None,
     **options: Any,
 ) -> Engine:
@@ -249,7 +249,8 @@ def make_engine(
     else:
         with mock.patch("outrider.engine.build_drafter", lambda *_: drafter):
             engine = Engine(config, tokenizer)
-        watch_slots(engine, drafter.sequence_in_slot)
+        if isinstance(drafter, ScriptedDrafter):
+            watch_slots(engine, drafter.sequence_in_slot)
     poison(engine.runner.target_caches)
     poison(engine.runner.draft_caches)
     return engine

@@ -27,6 +27,7 @@ class AdmissionRules:
         draft_sampling: the engine's way of drawing drafts, None for the default.
         drafter_samples: whether the draft method has a distribution to sample from; None without
             a draft.
+        synthetic_acceptance: drafts are accepted at random, whatever they are.
     """
 
     vocab_size: int
@@ -36,6 +37,7 @@ class AdmissionRules:
     draft_sampling: str | None
     drafter_samples: bool | None
     tokenizer: Tokenizer | None
+    synthetic_acceptance: bool = False
 
     def requests(
         self, request_id: str, prompt: Sequence[int], params: SamplingParams, index: int
@@ -50,7 +52,8 @@ class AdmissionRules:
         stops = () if params.ignore_eos else self.eos_token_ids
         seed = params.seed
         if seed is None:
-            seed = _derive(self.engine_seed, index)
+            # Counted down from -1, engine seeds meet no request's own.
+            seed = _derive(-1 - self.engine_seed, index)
         return [
             Request(
                 request_id=request_id,
@@ -120,11 +123,19 @@ class AdmissionRules:
                     got=f"ignore_eos={params.ignore_eos}, ids {self.eos_token_ids}",
                     allowed="ignore_eos=False on a checkpoint with eos_token_id",
                 )
-            if params.min_tokens:
+            for name in ("min_tokens", "bad_words"):
+                value = getattr(params, name)
+                if value:
+                    raise RequestError(
+                        f"{name} with structured_output could forbid the only legal token",
+                        got=value,
+                        hint="leave one of the two out",
+                    )
+            if self.synthetic_acceptance:
                 raise RequestError(
-                    "min_tokens with structured_output could forbid the only legal token",
-                    got=params.min_tokens,
-                    allowed="0",
+                    "structured_output with synthetic acceptance, which keeps illegal drafts",
+                    got=params.grammar,
+                    hint="leave one of the two out",
                 )
 
     def _check_id(self, what: str, token_id: object) -> None:

@@ -128,7 +128,8 @@ def _difference(index: int, plain: RequestOutput, drafted: RequestOutput) -> str
     if plain.token_ids == drafted.token_ids:
         return None
     pairs = zip(plain.token_ids, drafted.token_ids, strict=False)
-    place = next((i for i, (a, b) in enumerate(pairs) if a != b), len(plain.token_ids))
+    shorter = min(len(plain.token_ids), len(drafted.token_ids))
+    place = next((i for i, (a, b) in enumerate(pairs) if a != b), shorter)
     return (
         f"text {index}: token {place} of {len(plain.token_ids)} differs: plain "
         f"{plain.token_ids[place : place + 4]}, speculative {drafted.token_ids[place : place + 4]}"

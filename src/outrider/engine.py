@@ -107,6 +107,7 @@ class Engine:
             draft_sampling=None if spec is None else spec.draft_sampling,
             drafter_samples=None if drafter is None else drafter.samples,
             tokenizer=tokenizer,
+            synthetic_acceptance=spec is not None and spec.synthetic_rates is not None,
         )
         self._grammars = None
         if tokenizer is not None:
@@ -138,6 +139,7 @@ class Engine:
     def check_request(self, prompt_token_ids: SequenceABC[int], params: SamplingParams) -> None:
         """Raise what add_request would raise of the prompt and the parameters; queue nothing."""
         self._admission.requests("", prompt_token_ids, params, 0)
+        self._matchers(params, 1)
 
     def add_request(
         self, request_id: str, prompt_token_ids: SequenceABC[int], params: SamplingParams
@@ -152,11 +154,7 @@ class Engine:
         requests = self._admission.requests(
             request_id, prompt_token_ids, params, self._num_sequences
         )
-        grammar = params.grammar
-        matchers: list[GrammarMatcher | None] = [None] * len(requests)
-        if grammar is not None:
-            assert self._grammars is not None, "admission refuses grammars without a tokenizer"
-            matchers = [self._grammars.matcher(grammar) for _ in requests]
+        matchers = self._matchers(params, len(requests))
         live = _Live(request_id, [])
         for index, (request, matcher) in enumerate(zip(requests, matchers, strict=True)):
             builder = OutputBuilder(request, self._admission.tokenizer, index)
@@ -178,6 +176,13 @@ class Engine:
                 output.builder.abort()
                 self.scheduler.finish(output.sequence, FinishReason.ABORT)
         return self._emit({request_id: live})[0]
+
+    def _matchers(self, params: SamplingParams, number: int) -> list[GrammarMatcher | None]:
+        """One for each output, at the beginning of the grammar; None without one."""
+        if params.grammar is None:
+            return [None] * number
+        assert self._grammars is not None, "admission refuses grammars without a tokenizer"
+        return [self._grammars.matcher(params.grammar) for _ in range(number)]
 
     def _masks(self, batch: Batch) -> Masks:
         """What each grammar allows at every row that will be verified."""

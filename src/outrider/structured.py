@@ -38,12 +38,16 @@ class GrammarCompiler:
         """A matcher at the beginning of the grammar.
 
         Raises:
-            RequestError: xgrammar is not installed, or the grammar does not compile.
+            RequestError: xgrammar is not installed, the grammar does not compile, or no text
+                follows it.
         """
         xgrammar = _import_xgrammar()
         if self._compiler is None:
+            # A special token leaves no text, so it may not stand for its spelling.
+            special = self._tokenizer.special_ids
+            spellings = enumerate(self._tokenizer.vocabulary(self._vocab_size))
             info = xgrammar.TokenizerInfo(
-                self._tokenizer.vocabulary(self._vocab_size),
+                ["" if token_id in special else spelling for token_id, spelling in spellings],
                 vocab_type=xgrammar.VocabType.BYTE_LEVEL,
                 vocab_size=self._vocab_size,
                 stop_token_ids=self._stop_token_ids,
@@ -63,27 +67,53 @@ class GrammarCompiler:
             raise RequestError(
                 f"structured output: the {wanted.kind} does not compile ({error})", got=wanted.text
             ) from error
-        return GrammarMatcher(xgrammar.GrammarMatcher(compiled), self._vocab_size)
+        matcher = GrammarMatcher(
+            xgrammar.GrammarMatcher(compiled), self._vocab_size, self._stop_token_ids
+        )
+        if matcher.is_dead_end():
+            raise RequestError(
+                f"structured output: no text follows the {wanted.kind}", got=wanted.text
+            )
+        return matcher
 
 
 class GrammarMatcher:
     """Where one output stands in its grammar."""
 
-    def __init__(self, matcher: Any, vocab_size: int) -> None:
+    def __init__(self, matcher: Any, vocab_size: int, stop_token_ids: Sequence[int]) -> None:
         self._matcher = matcher
         self._num_words = -(-vocab_size // 32)
+        self._stop_token_ids = frozenset(stop_token_ids)
+
+    def is_dead_end(self) -> bool:
+        """Nothing may follow, not even the end of the text."""
+        return not self._allowed().any()
+
+    def _allowed(self) -> Tensor:
+        """[words] int32: what may follow now."""
+        mask = torch.full((1, self._num_words), -1, dtype=torch.int32)
+        self._matcher.fill_next_token_bitmask(mask)
+        return mask[0]
+
+    def _end_only(self) -> Tensor:
+        """[words] int32: the stop ids and nothing else."""
+        words = [0] * self._num_words
+        for token_id in self._stop_token_ids:
+            words[token_id // 32] |= 1 << token_id % 32
+        return torch.tensor(words, dtype=torch.int64).to(torch.int32)
 
     def masks(self, draft_token_ids: Sequence[int]) -> Tensor:
         """[len(draft_token_ids) + 1, words] int32: what may follow after 0, 1, ... of the drafts.
 
-        Leaves the matcher where it was.
+        In a dead end of the grammar the text may end. Leaves the matcher where it was.
         """
         masks = torch.full((len(draft_token_ids) + 1, self._num_words), -1, dtype=torch.int32)
         advanced = 0
         for row in range(len(draft_token_ids) + 1):
             if self._matcher.is_terminated():
                 break
-            self._matcher.fill_next_token_bitmask(masks, row)
+            allowed = self._allowed()
+            masks[row] = allowed if allowed.any() else self._end_only()
             is_last = row == len(draft_token_ids)
             if is_last or not self._matcher.accept_token(draft_token_ids[row]):
                 break
@@ -96,6 +126,7 @@ class GrammarMatcher:
         """Follow emitted tokens; the masks have made each of them legal."""
         for token_id in token_ids:
             accepted = self._matcher.is_terminated() or self._matcher.accept_token(token_id)
+            accepted = accepted or token_id in self._stop_token_ids  # out of a dead end
             assert accepted, f"token {token_id} was emitted against the grammar"
 
 

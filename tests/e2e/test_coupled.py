@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-import itertools
 import random
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor
 
-import outrider.runner.decide
 from outrider.engine import Engine
 from outrider.layers.rows import RowBatch
 from outrider.output import total_speculation
 from outrider.params import SamplingParams
+from outrider.runner import decide
 from outrider.spec.base import ChainDrafter
 from outrider.tokenizer import Tokenizer
 from tests.checkpoints import SHAPES, TinyShape, write_qwen3_5
@@ -37,7 +35,7 @@ from tests.trained import Folders, trained_folder, trained_pair
 Checkpoints = Callable[[TinyShape], Path]
 Tokens = list[tuple[int, ...]]
 
-NUM_TOKENS = 14
+NUM_TOKENS = 10
 
 
 class Adversary(ChainDrafter):
@@ -83,7 +81,7 @@ def requests(vocab_size: int, *, may_sample: bool) -> list[Request]:
         {"temperature": 0.7, "draft_sampling": "coupled", "max_draft_tokens": 2},
         {"temperature": 1.0, "draft_sampling": "coupled", "speculation": False},
     ]
-    lengths = (3, 1, 40, 17, 64, 5, 33, 2, 9, 21)
+    lengths = (3, 1, 40, 17, 18, 5, 33, 2, 9, 21)
     return [
         Request(
             tuple(random_tokens(length, vocab_size, length)),
@@ -128,7 +126,7 @@ class Models:
             return make_engine(path, num_drafts, method="eagle3", draft=draft, **options)
         if method == "adversary":
             own = Adversary(128 if model in self.paths else 4096)
-            return make_engine(path, num_drafts, drafter=own, **options)  # type: ignore[arg-type]
+            return make_engine(path, num_drafts, drafter=own, **options)
         if method == "mostly right":
             batch = self.batch(model, may_sample=False)
             texts = {
@@ -159,7 +157,6 @@ def mostly_right(sequence_id: int, turn: int, index: int) -> bool:
 
 
 def run(engine: Engine, batch: Sequence[Request]) -> list[Any]:
-    engine.config  # noqa: B018
     return run_requests(engine, [r.prompt for r in batch], [r.params for r in batch])
 
 
@@ -184,7 +181,7 @@ def check(models: Models, model: str, method: str, num_drafts: int, **options: A
         if method != "ngram" and request.params.speculation:
             assert drafted == most
     if method == "mostly right":
-        assert total_speculation(outputs).num_accepted > 20
+        assert total_speculation(outputs).num_accepted > 10
 
 
 METHODS = (
@@ -286,7 +283,7 @@ def test_coupled_drafts_of_the_trained_pair_are_accepted_more_often_than_its_arg
             Request(
                 tuple(tokenizer.encode(text)),
                 SamplingParams(
-                    max_tokens=30, seed=seed, ignore_eos=True, draft_sampling=draft_sampling
+                    max_tokens=20, seed=seed, ignore_eos=True, draft_sampling=draft_sampling
                 ),
             )
             for seed, text in enumerate(TEXTS)
@@ -295,19 +292,18 @@ def test_coupled_drafts_of_the_trained_pair_are_accepted_more_often_than_its_arg
         length = total_speculation(outputs).acceptance_length
         assert length is not None
         lengths[draft_sampling] = length
-    assert lengths["coupled"] > lengths["argmax"]
+    assert lengths["coupled"] > lengths["argmax"] + 0.1, lengths
 
 
 # --- Sampled drafts: the law of the text, on vocabularies that can be enumerated. ---
 
-NUM_SEEDS = 3000
 VOCAB_SIZE = 4
-TEMPERATURE = 1.1
+TEMPERATURE = 0.7
 LENGTH = 3
 """Tokens looked at: one of the prompt's pass, and two or more of the first rounds."""
 
-CHI_SQUARE_LIMIT = {62: 112.4, 63: 113.7}
-"""Pearson's statistic stays below these with probability 0.9999, by its degrees of freedom."""
+CHI_SQUARE_LIMIT = 113.7
+"""Pearson's statistic with 63 degrees of freedom stays below this with probability 0.9999."""
 
 
 def exact_law(path: Path, prompt: Sequence[int]) -> dict[tuple[int, ...], float]:
@@ -324,30 +320,29 @@ def exact_law(path: Path, prompt: Sequence[int]) -> dict[tuple[int, ...], float]
     return law
 
 
-def drawn_texts(engine: Engine, prompt: Sequence[int]) -> list[tuple[int, ...]]:
+def drawn_texts(engine: Engine, prompt: Sequence[int], num_seeds: int) -> Tokens:
     """The first tokens of one request for each seed."""
     params = SamplingParams(
         max_tokens=LENGTH + 2, temperature=TEMPERATURE, ignore_eos=True, draft_sampling="sampled"
     )
-    each = [replace(params, seed=seed) for seed in range(NUM_SEEDS)]
-    outputs = run_requests(engine, [list(prompt)] * NUM_SEEDS, each)
+    each = [replace(params, seed=seed) for seed in range(num_seeds)]
+    outputs = run_requests(engine, [list(prompt)] * num_seeds, each)
     accepted = total_speculation(outputs).accepted_per_position
     # Both branches of the rule are well travelled.
-    assert all(NUM_SEEDS / 20 < count < NUM_SEEDS * 1.5 for count in accepted), accepted
+    assert min(accepted) > num_seeds / 20, accepted
     return [output.token_ids[:LENGTH] for output in outputs]
 
 
-def statistic(texts: Sequence[tuple[int, ...]], law: Mapping[tuple[int, ...], float]) -> float:
-    """Pearson's; every expected count is large enough for the limit to hold."""
+def statistic(texts: Tokens, law: Mapping[tuple[int, ...], float]) -> float:
+    """Pearson's; texts that are expected less than 4 times count as one."""
     counts = Counter(texts)
-    expected = {text: probability * len(texts) for text, probability in law.items()}
-    rare = [text for text, count in expected.items() if count < 4]
-    pooled = {text: expected[text] for text in expected if text not in rare}
-    total = sum((counts[text] - pooled[text]) ** 2 / pooled[text] for text in pooled)
-    if rare:
-        wanted = sum(expected[text] for text in rare)
-        total += (sum(counts[text] for text in rare) - wanted) ** 2 / max(wanted, 1.0)
-    return total
+    groups: dict[tuple[int, ...], list[float]] = {}
+    for text, probability in law.items():
+        expected = probability * len(texts)
+        group = groups.setdefault(text if expected >= 4 else (), [0.0, 0.0])
+        group[0] += counts[text]
+        group[1] += expected
+    return sum((count - expected) ** 2 / expected for count, expected in groups.values())
 
 
 @pytest.fixture(scope="module")
@@ -377,10 +372,35 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Callable[[], Eng
 PROMPT = (2, 3, 0)
 
 
+def distance(tiny: dict[str, Callable[[], Engine]], method: str, num_seeds: int) -> float:
+    """How far the drawn texts are from the target's law."""
+    engine = tiny[method]()
+    law = exact_law(Path(engine.config.model), PROMPT)
+    return statistic(drawn_texts(engine, PROMPT, num_seeds), law)
+
+
 @pytest.mark.parametrize("method", ["eagle3", "mtp"])
 def test_sampled_drafts_keep_the_law_of_the_text(
     tiny: dict[str, Callable[[], Engine]], method: str
 ) -> None:
-    engine = tiny[method]()
-    law = exact_law(Path(engine.config.model), PROMPT)
-    assert statistic(drawn_texts(engine, PROMPT), law) < CHI_SQUARE_LIMIT[63]
+    assert distance(tiny, method, 700) < CHI_SQUARE_LIMIT
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["eagle3", "mtp"])
+def test_many_sampled_drafts_keep_the_law_of_the_text(
+    tiny: dict[str, Callable[[], Engine]], method: str
+) -> None:
+    assert distance(tiny, method, 8000) < CHI_SQUARE_LIMIT
+
+
+def target_alone(probs: Tensor, num_accepted: Tensor, *_: Any) -> Tensor:
+    """A mistake: what replaces a refused draft is drawn from p instead of from what is left."""
+    return probs[torch.arange(len(num_accepted)), num_accepted]
+
+
+def test_a_wrong_residual_changes_the_law(
+    tiny: dict[str, Callable[[], Engine]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(decide, "residual_probs", target_alone)
+    assert distance(tiny, "eagle3", 600) > 1.3 * CHI_SQUARE_LIMIT
