@@ -95,7 +95,7 @@ def make_optimizers(
 ) -> list[torch.optim.Optimizer]:
     """Muon for the hidden matrices, AdamW for the vocabulary tables and everything small.
 
-    Muon's updates are scaled to the size of AdamW's, then doubled.
+    Muon's updates are scaled to the size of AdamW's, so that both share one learning rate.
     """
     hidden = [p for p in parameters if p.ndim == 2 and min(p.shape) >= 16]
     hidden = [p for p in hidden if all(p is not table for table in tables)]
@@ -104,12 +104,7 @@ def make_optimizers(
               {"params": [p for p in rest if p.ndim < 2], "weight_decay": 0.0}]  # fmt: skip
     fused = parameters[0].device.type == "cuda"
     return [
-        torch.optim.Muon(
-            [{"params": hidden, "scale": 1.0}],
-            lr=0.0,
-            weight_decay=0.1,
-            adjust_lr_fn="match_rms_adamw",
-        ),
+        torch.optim.Muon(hidden, lr=0.0, weight_decay=0.1, adjust_lr_fn="match_rms_adamw"),
         torch.optim.AdamW(groups, lr=0.0, betas=(0.9, 0.95), eps=1e-8, fused=fused),
     ]
 
@@ -142,7 +137,7 @@ class Trainer:
             rate = learning_rate(self.peak, progress, step)
             for optimizer in self.optimizers:
                 for group in optimizer.param_groups:
-                    group["lr"] = rate * group.get("scale", 1.0)
+                    group["lr"] = rate
             loss, values, tokens = loss_of(step)
             loss.backward()
             norm = nn.utils.clip_grad_norm_(self.parameters, 1.0)
