@@ -11,10 +11,10 @@ demo: $(READY)
 	$(BIN)/outrider demo
 
 test: $(READY)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n auto
 
 test-slow: $(READY)
-	$(BIN)/python -m pytest -m slow
+	$(BIN)/python -m pytest -n auto -m slow
 
 lint: $(READY)
 	$(BIN)/ruff check .
