@@ -51,11 +51,13 @@ def summary(outputs: Sequence[RequestOutput]) -> dict[str, Any]:
 
 
 def measure(
-    llm: LLM, kinds: dict[str, list[str]], params: SamplingParams, setting: dict[str, Any]
+    llm: LLM, kinds: dict[str, list[str]], options: dict[str, Any], setting: dict[str, Any]
 ) -> list[dict[str, Any]]:
     """One row for each kind of text."""
     rows: list[dict[str, Any]] = []
     for kind, prompts in kinds.items():
+        # A seed for each prompt: texts that shared their noise would be one sample, not many.
+        params = [SamplingParams(seed=index, **options) for index in range(len(prompts))]
         begin = time.perf_counter()
         outputs = llm.generate(prompts, params)
         assert isinstance(outputs, list)
@@ -73,6 +75,8 @@ def header(llm: LLM) -> dict[str, Any]:
         "torch": torch.__version__,
         "python": platform.python_version(),
         "device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu",
+        "dtype": str(llm.engine.runner.options.dtype),
+        "ops": "reference",
     }
 
 
@@ -93,7 +97,7 @@ def main() -> None:
     parser.add_argument("--speculative-num-draft-tokens", type=int, default=3)
     parser.add_argument("--draft-sampling", nargs="+", default=["argmax"])
     parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 1.0])
-    parser.add_argument("--num-prompts", type=int, default=110, help="of each kind of text")
+    parser.add_argument("--num-prompts", type=int, default=120, help="of each kind of text")
     parser.add_argument("--num-tokens", type=int, default=128)
     parser.add_argument("--output", type=Path)
     args = parser.parse_args()
@@ -109,20 +113,19 @@ def main() -> None:
     rows: list[dict[str, Any]] = []
     for temperature in args.temperatures:
         for how in args.draft_sampling if temperature > 0 else ["argmax"]:
-            params = SamplingParams(
-                max_tokens=args.num_tokens,
-                temperature=temperature,
-                seed=1,
-                ignore_eos=True,
-                draft_sampling=how,
-            )
+            options = {
+                "max_tokens": args.num_tokens,
+                "temperature": temperature,
+                "ignore_eos": True,
+                "draft_sampling": how,
+            }
             setting = {
                 "method": args.speculative_algorithm,
                 "num_drafts": num_drafts,
                 "temperature": temperature,
                 "draft_sampling": how,
             }
-            rows += measure(llm, kinds, params, setting)
+            rows += measure(llm, kinds, options, setting)
             for row in rows[-len(kinds) :]:
                 print(json.dumps(row), flush=True)
     if args.output is not None:

@@ -51,13 +51,16 @@ def main() -> None:
     args = parser.parse_args()
     texts = [json.loads(line)["text"] for line in HELD_OUT.read_text("utf-8").splitlines()]
     texts = texts[:: max(len(texts) // args.num_prompts, 1)][: args.num_prompts]
-    params = SamplingParams(
-        max_tokens=args.num_tokens,
-        temperature=args.temperature,
-        seed=1,
-        ignore_eos=True,
-        draft_sampling="sampled",
-    )
+    params = [
+        SamplingParams(
+            max_tokens=args.num_tokens,
+            temperature=args.temperature,
+            seed=seed,
+            ignore_eos=True,
+            draft_sampling="sampled",
+        )
+        for seed in range(len(texts))
+    ]
     rows: list[dict[str, object]] = []
     for num_drafts in args.num_drafts:
         spec = SpeculativeConfig(

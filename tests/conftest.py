@@ -14,6 +14,14 @@ from tests.checkpoints import TinyShape, write_qwen3_5
 TRAINED_MODEL = Path(__file__).parents[1] / "models" / "tiny-qwen3.5"
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if torch.cuda.is_available():
+        return
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
 @pytest.fixture(autouse=True, scope="session")
 def one_thread() -> Iterator[None]:
     """Tiny tensors gain nothing from a second thread, and lose much where cores are shared."""

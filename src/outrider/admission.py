@@ -65,6 +65,7 @@ class AdmissionRules:
                 rules=self._rules(len(prompt), params),
                 draft_sampling=self._draft_sampling(params),
                 tier=_tier(params),
+                output_index=output,
             )
             for output in range(params.n)
         ]
@@ -72,7 +73,7 @@ class AdmissionRules:
     def _draft_sampling(self, params: SamplingParams) -> DraftSampling:
         wanted = params.draft_sampling
         if self.drafter_samples is False:
-            if DraftSampling.SAMPLED in (wanted, self.draft_sampling):
+            if wanted == DraftSampling.SAMPLED:
                 raise RequestError(
                     "draft_sampling: the draft method looks tokens up and has no distribution",
                     got="sampled",
@@ -170,7 +171,7 @@ class AdmissionRules:
 
 
 def _tier(params: SamplingParams) -> Tier:
-    if params.has_rules or params.logprobs is not None:
+    if params.has_rules:
         return Tier.FULL
     return Tier.GREEDY if params.greedy else Tier.SAMPLED
 

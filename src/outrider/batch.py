@@ -31,7 +31,7 @@ class Tier(IntEnum):
     GREEDY = 0
     SAMPLED = 1
     FULL = 2
-    """Logits are changed by rules (penalties, bias, masks), or log probabilities are returned."""
+    """Logits are changed by rules: penalties, bias, masks."""
 
 
 @dataclass(frozen=True, slots=True)

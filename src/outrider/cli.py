@@ -1,6 +1,7 @@
 """The `outrider` command: reads the command line, runs, and turns errors into one line each.
 
-Exit codes: 0, 1 where a part of the work failed, 2 for what the user got wrong, 130 for Ctrl-C.
+Exit codes: 0, 1 where a part of the work failed, 2 for what the user got wrong, 130 for Ctrl-C,
+141 for a reader that went away.
 """
 
 from __future__ import annotations

@@ -146,7 +146,8 @@ class EngineConfig:
         load_format: "dummy" fills weights with random values of the right shapes.
         seed: seed of dummy weights and of requests that bring none.
         max_model_len: most tokens of a sequence, prompt and output; None is the checkpoint's own.
-        max_num_seqs: most sequences that run at once, which is the number of state slots.
+        max_num_seqs: most sequences that run at once, which is the number of state slots; the
+            recurrent state of hybrid models comes on top of the KV memory, and is logged.
         block_size: tokens in a block of KV, a multiple of 16 from 16 to 256.
         num_kv_blocks: blocks of KV; None derives it from kv_cache_memory_gib.
         kv_cache_memory_gib: memory for KV in GiB, where num_kv_blocks is None.

@@ -1,7 +1,7 @@
 """`outrider demo`: the same prompts with speculation and without, and what it saved.
 
-Nothing here is special to the bundled model; the comparison is the one that a user of the library
-could write.
+The comparison is one that a user of the library could write. For the bundled models, which are too
+small to share out, the demo runs on one thread.
 """
 
 from __future__ import annotations
@@ -89,11 +89,17 @@ def run(args: argparse.Namespace) -> int:
     """Run the demo; returns 0 if both texts of every prompt are the same, else 1."""
     params = SamplingParams(max_tokens=args.tokens, temperature=0)
     method = canonical_method(args.method)
-    model, draft_model = args.model, args.draft_model
+    model, draft_model, name = args.model, args.draft_model, args.model
     check_int(ConfigError, "num_draft_tokens", args.num_draft_tokens, 1, MAX_SPECULATIVE_TOKENS)
     if model is None:
+        if method not in BUNDLED_MODELS:
+            raise ConfigError(
+                f"no bundled model shows method {method}",
+                allowed=BUNDLED_MODELS,
+                hint="name a model with --model",
+            )
         target_name, draft_name = BUNDLED_MODELS[method]
-        model = str(bundled(target_name))
+        model, name = str(bundled(target_name)), target_name
         if draft_model is None and draft_name is not None:
             draft_model = str(bundled(draft_name))
         # Its matrices are too small to share out, and on a busy machine two threads that wait for
@@ -111,7 +117,6 @@ def run(args: argparse.Namespace) -> int:
     )
 
     k = spec.num_speculative_tokens
-    name = args.model or BUNDLED_MODELS[method][0]
     print(f"{name}: {len(prompts)} prompts, up to {args.tokens} tokens each")
     print(f"temperature 0, speculation by {spec.method} with {k} draft tokens a round")
     if color:
@@ -159,7 +164,7 @@ def compare(llm: LLM, prompts: Sequence[Prompt], params: SamplingParams) -> Iter
     """Continue each prompt with speculation and at once without, so that both meet the same load.
 
     One prompt at a time, which is where latency counts. A request that switches speculation off
-    costs nothing but the target's own passes.
+    runs the target's own passes and no draft.
     """
     plain_params = replace(params, speculation=False)
     warm_up = min(params.max_tokens, _WARM_UP_TOKENS)

@@ -18,7 +18,7 @@ from outrider.output import OutputBuilder, RequestOutput
 from outrider.params import SamplingParams
 from outrider.request import Sequence
 from outrider.runner.rounds import Masks, Runner, RunnerOptions
-from outrider.runner.storage import StorageSize, kv_bytes_per_token
+from outrider.runner.storage import StorageSize, kv_bytes_per_token, state_bytes_per_slot
 from outrider.scheduler import Scheduler, SchedulerConfig
 from outrider.spec.registry import build_drafter
 from outrider.structured import GrammarCompiler, GrammarMatcher
@@ -81,6 +81,12 @@ class Engine:
             block_size=config.block_size,
             num_slots=config.max_num_seqs + 1,
             max_rows=config.num_speculative_tokens + 1,
+        )
+        state_bytes = state_bytes_per_slot(specs, size.max_rows) * size.num_slots
+        logger.info(
+            "recurrent state: %.1f MiB for max_num_seqs %d, besides the KV cache",
+            state_bytes / 2**20,
+            config.max_num_seqs,
         )
         options = RunnerOptions(
             size=size,

@@ -75,7 +75,7 @@ class RequestError(OutriderError, ValueError):
 
 
 class CapacityError(OutriderError, RuntimeError):
-    """A request that is valid but needs more memory than the engine was given."""
+    """An engine whose memory budget holds less than one sequence."""
 
 
 def _phrase(allowed: str | Iterable[object] | None) -> str | None:

@@ -36,8 +36,10 @@ class LLM:
         self, model: str, *, speculative_config: SpeculativeConfig | None = None, **options: Any
     ) -> None:
         config = EngineConfig(model, speculative_config=speculative_config, **options)
+        # A revision names a commit of the model's repository, not of another one.
+        revision = config.revision if config.tokenizer is None else None
         self.tokenizer = Tokenizer.from_pretrained(
-            resolve_checkpoint(config.tokenizer_source, config.revision)
+            resolve_checkpoint(config.tokenizer_source, revision)
         )
         self.engine = Engine(config, self.tokenizer)
         self._num_requests = 0

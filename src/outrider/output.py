@@ -101,6 +101,10 @@ class RequestOutput:
         return cls(request_id, (), (Completion(finish_reason=FinishReason.ERROR),), None, error)
 
 
+_PROMPT_TAIL = 8
+"""Prompt tokens that a decoder sees before the output, so as not to take it for a text's start."""
+
+
 class _StopFinder:
     """Holds back the end of a text for as long as it may be the beginning of a stop string."""
 
@@ -137,7 +141,13 @@ class OutputBuilder:
         """Without a tokenizer the text stays empty."""
         self.request = request
         self._index = index
-        self._detokenizer = None if tokenizer is None else IncrementalDetokenizer(tokenizer)
+        self._detokenizer = (
+            None
+            if tokenizer is None
+            else IncrementalDetokenizer(
+                tokenizer, prompt_tail=request.prompt_token_ids[-_PROMPT_TAIL:]
+            )
+        )
         self._stops = _StopFinder(request.params.stop_strings)
         self._token_ids: list[int] = []
         self._text: list[str] = []

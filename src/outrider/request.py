@@ -16,6 +16,7 @@ class Request:
         stop_token_ids: every id that ends the text, end-of-sequence ids included.
         seed: key of its random numbers, drawn by the engine where the user gave none.
         tier: what it takes to turn logits into its tokens.
+        output_index: which of the n outputs of its prompt it is.
     """
 
     request_id: str
@@ -27,6 +28,7 @@ class Request:
     rules: LogitRules = NO_RULES
     draft_sampling: DraftSampling = DraftSampling.ARGMAX
     tier: Tier = Tier.SAMPLED
+    output_index: int = 0
 
 
 class Status(Enum):
@@ -66,8 +68,9 @@ class Sequence:
 
     @property
     def wants_prompt_logprobs(self) -> bool:
-        """A prefill after a preemption has reported them already, as its output shows."""
-        return self.request.params.prompt_logprobs is not None and not self.output_token_ids
+        """Once for a prompt; after a preemption that had output they are reported already."""
+        wanted = self.request.params.prompt_logprobs is not None and self.request.output_index == 0
+        return wanted and not self.output_token_ids
 
     def committed(self, begin: int, end: int) -> tuple[int, ...]:
         """Tokens at positions begin .. end - 1 of prompt and output together."""

@@ -3,7 +3,7 @@
 Rounds of running sequences come first and all of them run. The prompt budget is spent oldest first;
 the first sequence that cannot be served ends the pass, so nobody is overtaken for ever. When a
 running sequence cannot get a block, the youngest one gives up its place and is prefilled again
-later; its text does not change.
+later; the law of its text does not change.
 """
 
 from __future__ import annotations

@@ -34,6 +34,17 @@ NUM_TOKENS = 20
 MOST_DRAFTS = 8
 TOKENIZER = tokenizer()
 EVERY_K = range(1, MOST_DRAFTS + 1)
+MODELS = ("qwen3", "qwen3_5")
+on_every_block_length = pytest.mark.parametrize(
+    ("model", "num_drafts"),
+    [
+        pytest.param(name, k, marks=pytest.mark.slow if name == "qwen3" and k % 3 != 1 else ())
+        for name in MODELS
+        for k in EVERY_K
+    ],
+    indirect=["model"],
+)
+"""Every k on the model with more state; the other one has some of them left to the slow run."""
 
 Tokens = tuple[int, ...]
 
@@ -95,7 +106,7 @@ class Model:
         return self.run(asks, num_drafts, drafter=drafter)
 
 
-@pytest.fixture(scope="module", params=["qwen3", "qwen3_5"])
+@pytest.fixture(scope="module", params=MODELS)
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Model:
     path = tmp_path_factory.mktemp(request.param)
     if request.param == "qwen3":
@@ -232,7 +243,7 @@ def test_plain_texts_keep_to_their_rules(model: Model, alone: Ruled) -> None:
             assert len(tokens) > params.min_tokens
 
 
-@pytest.mark.parametrize("num_drafts", EVERY_K)
+@on_every_block_length
 def test_right_wrong_and_forbidden_drafts_change_no_token_under_each_rule(
     model: Model, alone: Ruled, num_drafts: int
 ) -> None:
@@ -307,7 +318,7 @@ def test_these_requests_find_a_rule_that_does_not_hold_at_every_row(
 
 # --- Random combinations ---
 
-NUM_COMBINATIONS = 30
+NUM_COMBINATIONS = 24
 
 
 def combination(rng: random.Random, index: int, base: Tokens) -> Ask:
@@ -361,7 +372,7 @@ def check_combinations(model: Model, asks: list[Ask], num_drafts: int) -> None:
     assert_all_accepted(outputs[:number])
 
 
-@pytest.mark.parametrize("num_drafts", EVERY_K)
+@on_every_block_length
 def test_random_combinations_of_rules_change_no_token(model: Model, num_drafts: int) -> None:
     check_combinations(model, combinations(model, NUM_COMBINATIONS, seed=0), num_drafts)
 
@@ -381,7 +392,7 @@ def test_many_more_combinations_of_rules_change_no_token(model: Model, seed: int
         check_combinations(model, asks, num_drafts)
 
 
-@pytest.mark.parametrize("num_drafts", [3, 8])
+@pytest.mark.parametrize("num_drafts", [5])
 def test_the_methods_own_drafts_change_no_token_under_rules(model: Model, num_drafts: int) -> None:
     asks = combinations(model, NUM_COMBINATIONS, seed=0)
     methods = [("ngram", None)]
@@ -396,7 +407,7 @@ def test_the_methods_own_drafts_change_no_token_under_rules(model: Model, num_dr
 # --- min_tokens against the block's length ---
 
 
-@pytest.mark.parametrize("num_drafts", EVERY_K)
+@on_every_block_length
 def test_min_tokens_from_0_to_two_past_the_block_end_where_plain_decoding_ends(
     model: Model, num_drafts: int
 ) -> None:
@@ -483,8 +494,7 @@ def test_outputs_of_one_prompt_end_each_on_its_own(model: Model) -> None:
 # --- Requests with different wishes share a batch ---
 
 
-@pytest.mark.parametrize("num_drafts", [2, 5, 8])
-@pytest.mark.parametrize("script", [right, mixed])
+@pytest.mark.parametrize(("num_drafts", "script"), [(2, right), (5, mixed), (8, right)])
 def test_blocks_of_every_length_share_a_batch_under_different_rules(
     model: Model, num_drafts: int, script: Script
 ) -> None:

@@ -203,7 +203,7 @@ def test_generation_config_goes_first_for_end_of_sequence_ids() -> None:
             {"temperature": 0.7, "top_k": 20, "top_p": 0.8, "min_p": 0.1},
         ),
         ({"temperature": 0.7, "bos_token_id": 1}, {"temperature": 0.7}),
-        ({"do_sample": False, "temperature": 0.7}, {}),
+        ({"do_sample": False, "temperature": 0.7}, {"temperature": 0.0}),
         ({"top_k": 0}, {}),
         ({}, {}),
     ],

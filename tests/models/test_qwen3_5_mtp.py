@@ -19,7 +19,7 @@ from outrider.engine import Engine
 from outrider.layers.norm import RMSNorm
 from outrider.layers.rows import LayerCache, RowBatch
 from outrider.params import SamplingParams
-from outrider.spec.base import Drafter, Frontier, Taps
+from outrider.spec.base import Drafter, Frontier
 from outrider.spec.choose import Proposal
 from outrider.spec.mtp import MTPDrafter
 from outrider.tokenizer import Tokenizer
@@ -173,7 +173,6 @@ class Watched(Drafter):
     texts: dict[int, list[int]]
     sequence_in_slot: dict[int, int] = field(default_factory=dict)
     seen: list[Seen] = field(default_factory=list)
-    taps = Taps(final_hidden=True)
 
     def __post_init__(self) -> None:
         self.cache_specs = self.real.cache_specs

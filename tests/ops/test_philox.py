@@ -1,5 +1,6 @@
 """Philox against published answers and plain integers; race times against the exponential law."""
 
+import itertools
 import math
 import random
 
@@ -7,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from outrider.ops.philox import philox, race_times
+from outrider.ops.philox import Purpose, philox, race_times, race_times_of, uniforms
 from outrider.ops.philox import reference as philox_module
 
 # Random123, tests/kat_vectors, philox4x32 with 10 rounds: counter, key (low word first), output.
@@ -192,3 +193,42 @@ def test_rows_whose_keys_differ_in_one_bit_share_no_times() -> None:
     times = race_times(seeds, positions, 16)
     same = (times[:, None] == times[None]).all(-1)
     assert torch.equal(same, torch.eye(len(keys), dtype=torch.bool))
+
+
+SEEDS = torch.tensor([3, 3, 2**62 + 5])
+KEYS = torch.tensor([7, 8, 2**33])
+
+
+def test_streams_of_another_purpose_or_index_share_no_number() -> None:
+    streams = [
+        race_times(SEEDS, KEYS, 64, purpose, index) for purpose in Purpose for index in (0, 1, 7)
+    ]
+    numbers = torch.stack(streams).flatten()
+    assert len(numbers.unique()) > 0.999 * len(numbers)
+    for one, other in itertools.combinations(streams, 2):
+        assert not (one == other).all(-1).any()
+
+
+def test_an_index_for_each_row_gives_each_row_its_own_stream() -> None:
+    index = torch.tensor([0, 5, 2])
+    times = race_times(SEEDS, KEYS, 9, Purpose.RESIDUAL, index)
+    for row, place in enumerate(index.tolist()):
+        alone = race_times(SEEDS[row : row + 1], KEYS[row : row + 1], 9, Purpose.RESIDUAL, place)
+        assert torch.equal(times[row], alone[0])
+
+
+def test_times_of_listed_ids_are_those_of_the_whole_row() -> None:
+    ids = torch.tensor([[5, 0, 17], [3, 3, 2], [16, 1, 9]])
+    for purpose in Purpose:
+        whole = race_times(SEEDS, KEYS, 18, purpose, 3)
+        assert torch.equal(race_times_of(SEEDS, KEYS, ids, purpose, 3), whole.gather(1, ids))
+
+
+def test_uniforms_are_the_first_word_of_their_counter() -> None:
+    numbers = uniforms(SEEDS, KEYS, 4, Purpose.ACCEPT)
+    for row, (seed, key) in enumerate(zip(SEEDS.tolist(), KEYS.tolist(), strict=True)):
+        for index in range(4):
+            counter = (0, key & 0xFFFFFFFF, key >> 32, index * 256 + int(Purpose.ACCEPT))
+            word = plain_philox(counter, seed)[0]
+            assert float(numbers[row, index]) == pytest.approx((word + 0.5) / 2**32, abs=2**-24)
+            assert 0 < float(numbers[row, index]) < 1

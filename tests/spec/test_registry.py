@@ -229,19 +229,23 @@ def ngram_engine(path: Path, draft_sampling: str | None = None) -> Engine:
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize("place", ["request", "engine"])
 def test_sampled_drafts_are_refused_where_the_method_has_no_distribution(
-    targets: dict[str, Path], place: str, temperature: float
+    targets: dict[str, Path], temperature: float
 ) -> None:
-    in_engine = place == "engine"
-    engine = ngram_engine(targets["qwen3"], "sampled" if in_engine else None)
-    wish = None if in_engine else "sampled"
-    params = SamplingParams(max_tokens=4, temperature=temperature, draft_sampling=wish)
+    engine = ngram_engine(targets["qwen3"])
+    params = SamplingParams(max_tokens=4, temperature=temperature, draft_sampling="sampled")
     with pytest.raises(RequestError) as caught:
         engine.add_request("0", [3, 4], params)
     assert "draft_sampling: the draft method looks tokens up" in str(caught.value)
     assert caught.value.got == "sampled" and caught.value.allowed == "argmax, coupled"
     assert not engine.has_work
+
+
+def test_an_engine_that_would_sample_from_no_distribution_is_not_built(
+    targets: dict[str, Path],
+) -> None:
+    with pytest.raises(ConfigError, match="ngram looks tokens up"):
+        ngram_engine(targets["qwen3"], "sampled")
 
 
 @pytest.mark.parametrize("wish", [None, "argmax", "coupled"])

@@ -209,6 +209,17 @@ def refuse_quantized(*sections: Section) -> None:
 
 
 def _layer_types(text: Section, family: _Family, num_layers: int) -> tuple[str, ...]:
+    layer_types = _listed_layer_types(text, family, num_layers)
+    if FULL_ATTENTION not in layer_types:
+        raise CheckpointError(
+            f"{text.name}: layer_types or full_attention_interval leave no attention layer",
+            got=num_layers,
+            allowed="at least one full_attention layer",
+        )
+    return layer_types
+
+
+def _listed_layer_types(text: Section, family: _Family, num_layers: int) -> tuple[str, ...]:
     if not family.hybrid:
         return (FULL_ATTENTION,) * num_layers
     listed = text.get("layer_types")
@@ -365,7 +376,7 @@ def _first_int(sections: Sequence[Section], key: str) -> int:
 
 def _sampling_defaults(generation: Section) -> dict[str, float]:
     if not generation.boolean("do_sample", default=True):
-        return {}
+        return {"temperature": 0.0}
     defaults: dict[str, float] = {}
     for key in ("temperature", "top_p", "min_p"):
         if generation.get(key) is not None:

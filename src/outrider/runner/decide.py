@@ -66,7 +66,8 @@ class Decider:
         num_committed = table.num_committed[slots]
         effects = [span.effects for span in inputs.sampling_spans]
         ruled = logits
-        if max(effect.tier for effect in effects) is Tier.FULL:
+        tier = max(effect.tier for effect in effects)
+        if tier is Tier.FULL:
             context = BlockContext(
                 table.history(slots),
                 num_committed,
@@ -77,7 +78,12 @@ class Decider:
             ruled = table.rules.apply(logits, slots, context)
         drawn_at = num_committed[:, None] + torch.arange(rows, device=slots.device)
         by_row = table.sampling.gather(slots.repeat_interleave(rows))
-        sampled = sample_rows(ruled.view(-1, vocab_size), by_row, drawn_at.flatten())
+        sampled = sample_rows(
+            ruled.view(-1, vocab_size),
+            by_row,
+            drawn_at.flatten(),
+            all_greedy=tier is Tier.GREEDY,
+        )
         sampled = sampled.view(batch, rows)
 
         num_accepted = accept_matching(sampled, inputs.draft_token_ids, inputs.num_drafts)

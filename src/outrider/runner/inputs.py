@@ -150,7 +150,7 @@ class InputBuilder:
         rows = self.rectangle(slots, starts, num_rows, num_verified, block_tables)
         return PassInputs(
             token_ids=token_ids.flatten(),
-            next_token_ids=torch.cat((drafts, drafts[:, :0].new_zeros(len(spans), 1)), 1).flatten(),
+            next_token_ids=torch.nn.functional.pad(drafts, (0, 1)).flatten(),
             rows=rows,
             sampling_spans=tuple(spans),
             slots=slots,

@@ -41,6 +41,18 @@ def kv_bytes_per_token(specs: Iterable[LayerCacheSpec], dtype: torch.dtype) -> i
     )
 
 
+def state_bytes_per_slot(specs: Iterable[LayerCacheSpec], max_rows: int) -> int:
+    """Bytes of recurrent state and records that one sequence takes over all layers."""
+    total = 0
+    for spec in specs:
+        if isinstance(spec, DeltaCacheSpec):
+            update = spec.num_value_heads * (spec.value_dim + 1)
+            key = spec.num_key_heads * spec.key_dim
+            total += spec.num_value_heads * spec.value_dim * spec.key_dim
+            total += 2 * max_rows * (update + key)
+    return 4 * total
+
+
 def allocate_caches(
     specs: Iterable[LayerCacheSpec], size: StorageSize, dtype: torch.dtype, device: torch.device
 ) -> tuple[LayerCache, ...]:

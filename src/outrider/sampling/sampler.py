@@ -40,7 +40,9 @@ def target_probs(logits: Tensor, sampling: SamplingArrays) -> Tensor:
     return probs / probs.sum(-1, keepdim=True)
 
 
-def sample_rows(logits: Tensor, sampling: SamplingArrays, positions: Tensor) -> Tensor:
+def sample_rows(
+    logits: Tensor, sampling: SamplingArrays, positions: Tensor, *, all_greedy: bool = False
+) -> Tensor:
     """Draw the target's own token for each row.
 
     Args:
@@ -48,12 +50,13 @@ def sample_rows(logits: Tensor, sampling: SamplingArrays, positions: Tensor) -> 
         sampling: entries of shape [R]; temperature 0 takes the largest logit, the lowest id first.
         positions: [R] int64, absolute position of the token being drawn; it keys the noise with
             the seed, so that a row draws the same token whichever round reaches it.
+        all_greedy: every entry is greedy, as the host knows: nothing random is made.
 
     Returns:
         [R] int64.
     """
     greedy = logits.argmax(-1)
-    if not bool((sampling.temperature > 0).any()):
+    if all_greedy:
         return greedy
     probs = target_probs(logits, sampling)
     times = race_times(sampling.seeds, positions, logits.shape[-1])

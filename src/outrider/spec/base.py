@@ -17,11 +17,10 @@ class Taps:
     """Hidden states of the target that a draft reads.
 
     Attributes:
-        final_hidden: the hidden state after the final norm.
-        layers: layers whose input (the residual stream entering them) is read, ascending.
+        layers: layers whose input (the residual stream entering them) is read, ascending. Without
+            any, a draft is given the hidden state after the final norm.
     """
 
-    final_hidden: bool = False
     layers: tuple[int, ...] = ()
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from outrider.config import SpeculativeConfig
-from outrider.errors import CheckpointError
+from outrider.errors import CheckpointError, ConfigError
 from outrider.layers.rows import RowBatch
 from outrider.models.base import CausalLM
 from outrider.models.build import Checkpoint
@@ -66,6 +66,11 @@ def set_up(checkpoint: Checkpoint, target: CausalLM, config: SpeculativeConfig) 
         CheckpointError: it does not fit itself or the target; the tensor or field is named.
     """
     assert config.model is not None, "SpeculativeConfig checks that a sidecar is named"
+    if checkpoint.files is None:
+        raise ConfigError(
+            "load_format dummy with speculative method eagle3 is not built yet",
+            hint="leave speculative_config out",
+        )
     path = resolve_checkpoint(config.model, None)
     files = WeightFiles(path)
     draft_config = _read_config(path, files, checkpoint.config)

@@ -11,13 +11,11 @@ from outrider.models.base import CausalLM
 from outrider.models.build import Checkpoint
 from outrider.models.config import ModelConfig
 from outrider.models.qwen3_5_mtp import Qwen3_5MTP
-from outrider.spec.base import ChainDrafter, Drafter, Taps
+from outrider.spec.base import ChainDrafter, Drafter
 
 
 class MTPDrafter(ChainDrafter):
     """Reads the target's final hidden state; recycles its own normed output."""
-
-    taps = Taps(final_hidden=True)
 
     def __init__(self, head: Qwen3_5MTP, target: CausalLM) -> None:
         self._head = head

@@ -1,6 +1,7 @@
 """Draft methods by name: where their weights come from, and which targets can host them.
 
-Adding a method means a file for its model, a file for its Drafter, and one entry here.
+Adding a method means a file for its model, a file for its Drafter, its name in spec.names, and one
+entry here.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from outrider.models.build import Checkpoint
 from outrider.models.config import ModelConfig
 from outrider.spec import eagle3, mtp, ngram
 from outrider.spec.base import Drafter
+from outrider.spec.names import DraftSampling
 
 
 @dataclass(frozen=True)
@@ -55,4 +57,11 @@ def build_drafter(checkpoint: Checkpoint, target: CausalLM, config: SpeculativeC
             allowed=hosted,
             hint="choose another method, or leave speculative_config out",
         )
-    return method.set_up(checkpoint, target, config)
+    drafter = method.set_up(checkpoint, target, config)
+    if config.draft_sampling == DraftSampling.SAMPLED and not drafter.samples:
+        raise ConfigError(
+            f"draft_sampling: method {config.method} looks tokens up and has no distribution",
+            got="sampled",
+            allowed=("argmax", "coupled"),
+        )
+    return drafter

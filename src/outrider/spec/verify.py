@@ -93,7 +93,7 @@ def block_terms(
     excess = (reaches[:, :-1] - overlap).clamp(min=0.0)  # S_i
     total = excess + 1.0 - reaches[:, :-1]
     inner = torch.where(total > 0, excess / total, 1.0)
-    accept = torch.cat((inner, inner[:, :1]), dim=1)
+    accept = torch.nn.functional.pad(inner, (0, 1))
     accept = torch.where(index == num_drafts[:, None], reaches, accept)
     accept = torch.where(index > num_drafts[:, None], 0.0, accept)
     accept[:, 0] = 1.0

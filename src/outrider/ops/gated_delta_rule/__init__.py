@@ -24,7 +24,7 @@ from outrider.ops.gated_delta_rule.reference import (
 
 @dataclass(frozen=True)
 class DeltaState:
-    """Recurrent state of one layer for every slot; all float32 but the records' keys share it too.
+    """Recurrent state of one layer for every slot, in float32.
 
     Attributes:
         state: [slots, HV, V, K].
