@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from importlib import resources
 from typing import TextIO
 
 from outrider.config import EngineConfig
+from outrider.demo import first_difference, load_prompts
 from outrider.errors import OutriderError
 from outrider.llm import LLM
 from outrider.output import RequestOutput, total_speculation
@@ -61,7 +60,7 @@ def check(config: EngineConfig, *, num_tokens: int = 64) -> CheckReport:
         num_tokens: tokens of each text.
     """
     try:
-        prompts = _prompts()
+        prompts = [prompt.text for prompt in load_prompts()]
         plain_llm = _open(dataclasses.replace(config, speculative_config=None))
         plain, plain_seconds = _generate(plain_llm, prompts, num_tokens)
         model = describe_model(plain_llm)
@@ -89,11 +88,6 @@ def check(config: EngineConfig, *, num_tokens: int = 64) -> CheckReport:
 def _open(config: EngineConfig) -> LLM:
     options = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
     return LLM(**options)
-
-
-def _prompts() -> list[str]:
-    text = resources.files("outrider").joinpath("demo_prompts.json").read_text(encoding="utf-8")
-    return [entry["text"] for entry in json.loads(text)]
 
 
 def _params(num_prompts: int, num_tokens: int) -> list[SamplingParams]:
@@ -125,11 +119,9 @@ def _generate(
 
 
 def _difference(index: int, plain: RequestOutput, drafted: RequestOutput) -> str | None:
-    if plain.token_ids == drafted.token_ids:
+    place = first_difference(plain.token_ids, drafted.token_ids)
+    if place is None:
         return None
-    pairs = zip(plain.token_ids, drafted.token_ids, strict=False)
-    shorter = min(len(plain.token_ids), len(drafted.token_ids))
-    place = next((i for i, (a, b) in enumerate(pairs) if a != b), shorter)
     return (
         f"text {index}: token {place} of {len(plain.token_ids)} differs: plain "
         f"{plain.token_ids[place : place + 4]}, speculative {drafted.token_ids[place : place + 4]}"

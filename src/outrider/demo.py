@@ -59,11 +59,15 @@ class Comparison:
     @property
     def first_difference(self) -> int | None:
         """Index of the first output token that is not the same; None where all are."""
-        ours, theirs = self.speculative.token_ids, self.plain.token_ids
-        if ours == theirs:
-            return None
-        shorter = min(len(ours), len(theirs))
-        return next((i for i in range(shorter) if ours[i] != theirs[i]), shorter)
+        return first_difference(self.speculative.token_ids, self.plain.token_ids)
+
+
+def first_difference(ours: Sequence[int], theirs: Sequence[int]) -> int | None:
+    """Index of the first token that is not the same; None where all are."""
+    if ours == theirs:
+        return None
+    shorter = min(len(ours), len(theirs))
+    return next((i for i in range(shorter) if ours[i] != theirs[i]), shorter)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -76,18 +76,7 @@ class Eagle3Config:
                 hint="the draft was trained for another target",
             )
         num_heads = layer.positive_int("num_attention_heads")
-        head_dim, rest = divmod(query_rows, num_heads)
-        if rest:
-            raise CheckpointError(
-                f"{layer.name}: num_attention_heads",
-                got=num_heads,
-                allowed=f"a divisor of q_proj's {query_rows} rows",
-            )
-        listed = layer.positive_int("head_dim", default=head_dim)
-        if listed != head_dim:
-            logger.warning(
-                "%s: head_dim is %d, but the weights have %d", layer.name, listed, head_dim
-            )
+        head_dim = _head_dim(layer, num_heads, query_rows)
         theta, rotary_dim, yarn = read_rotary(layer, 1.0, head_dim)
         hidden_size = layer.positive_int("hidden_size")
         sections = [top, top.section("eagle_config") or top, layer]
@@ -118,6 +107,21 @@ class Eagle3Config:
             fc_norm=flag("fc_norm"),
             norm_output=flag("norm_output"),
         )
+
+
+def _head_dim(layer: Section, num_heads: int, query_rows: int) -> int:
+    """What the weights say, whatever the configuration does."""
+    head_dim, rest = divmod(query_rows, num_heads)
+    if rest:
+        raise CheckpointError(
+            f"{layer.name}: num_attention_heads",
+            got=num_heads,
+            allowed=f"a divisor of q_proj's {query_rows} rows",
+        )
+    listed = layer.positive_int("head_dim", default=head_dim)
+    if listed != head_dim:
+        logger.warning("%s: head_dim is %d, but the weights have %d", layer.name, listed, head_dim)
+    return head_dim
 
 
 def _check_layers(layer: Section) -> None:

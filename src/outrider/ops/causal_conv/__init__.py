@@ -1,8 +1,11 @@
 """Short causal depthwise convolution with SiLU, over a ring of raw inputs."""
 
+import torch
 from torch import Tensor
 
 from outrider.ops.causal_conv.reference import causal_conv_reference
+
+SUPPORTED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def causal_conv(
@@ -25,5 +28,6 @@ def causal_conv(
     Returns:
         [B, T, C] in x's dtype.
     """
+    assert x.dtype in SUPPORTED_DTYPES and x.dtype == ring.dtype, (x.dtype, ring.dtype)
     assert ring.shape[2] == x.shape[2] == weight.shape[0], (ring.shape, x.shape, weight.shape)
     return causal_conv_reference(x, weight, ring, slots, starts, num_rows)

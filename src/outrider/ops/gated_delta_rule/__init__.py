@@ -11,6 +11,7 @@ order: whatever was refused, S is bit for bit what decoding one token at a time 
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from outrider.ops.gated_delta_rule.reference import (
@@ -20,6 +21,9 @@ from outrider.ops.gated_delta_rule.reference import (
     delta_round_reference,
     l2_normalise_reference,
 )
+
+SUPPORTED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+"""Of the values; everything that the recurrence keeps is float32."""
 
 
 @dataclass(frozen=True)
@@ -91,6 +95,7 @@ def delta_round(
     Returns:
         [B, T, HV, V] in the values' dtype.
     """
+    assert values.dtype in SUPPORTED_DTYPES, values.dtype
     assert queries.shape == keys.shape and values.shape[:3] == g.shape == beta.shape
     assert queries.shape[1] <= delta.record_keys.shape[2], "more rows than records"
     return delta_round_reference(queries, keys, values, g, beta, delta, pending, slots, num_rows)

@@ -34,5 +34,6 @@ def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tenso
     Returns:
         [..., D] in gate's dtype.
     """
+    assert gate.dtype in SUPPORTED_DTYPES, gate.dtype
     assert x.shape == gate.shape and x.shape[-1] == weight.shape[0], (x.shape, gate.shape)
     return gated_rms_norm_reference(x, gate, weight, eps)

@@ -1,8 +1,11 @@
 """Rotary position embedding on the first dimensions of a head."""
 
+import torch
 from torch import Tensor
 
 from outrider.ops.rotary.reference import rotary_reference
+
+SUPPORTED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -16,5 +19,6 @@ def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     Returns:
         [R, heads, D] in x's dtype.
     """
+    assert x.dtype in SUPPORTED_DTYPES, x.dtype
     assert x.shape[0] == cos.shape[0] and cos.shape[1] <= x.shape[2], (x.shape, cos.shape)
     return rotary_reference(x, cos, sin)

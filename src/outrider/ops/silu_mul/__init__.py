@@ -1,11 +1,15 @@
 """silu(gate) * up on a concatenated [gate | up] projection."""
 
+import torch
 from torch import Tensor
 
 from outrider.ops.silu_mul.reference import silu_mul_reference
 
+SUPPORTED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
 
 def silu_mul(gate_up: Tensor) -> Tensor:
     """[R, 2M] laid out as [gate | up] -> silu(gate) * up, [R, M], in the input's dtype."""
+    assert gate_up.dtype in SUPPORTED_DTYPES, gate_up.dtype
     assert gate_up.dim() == 2 and gate_up.shape[1] % 2 == 0, gate_up.shape
     return silu_mul_reference(gate_up)
