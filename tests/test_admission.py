@@ -216,6 +216,7 @@ def test_bad_words_that_are_spelled_alike_count_once() -> None:
         ({"temperature": 0}, Tier.GREEDY),
         ({"temperature": 1e-6}, Tier.GREEDY),
         ({"temperature": 0.5}, Tier.SAMPLED),
+        ({"temperature": 0, "logprobs": 3, "logprobs_mode": "processed"}, Tier.GREEDY),
         ({"temperature": 0.5, "top_k": 3, "top_p": 0.5, "min_p": 0.1}, Tier.SAMPLED),
         ({"temperature": 0, "stop": ["a"], "stop_token_ids": [3]}, Tier.GREEDY),
         *(
@@ -228,7 +229,6 @@ def test_bad_words_that_are_spelled_alike_count_once() -> None:
                 "bad_words": ["a"],
                 "min_tokens": 1,
                 "structured_output": REGEX,
-                "logprobs": 0,
             }.items()
         ),
     ],
@@ -268,11 +268,10 @@ def test_every_output_of_every_request_has_a_seed_of_its_own() -> None:
     assert all(0 <= seed < 2**63 for seed in seeds)
 
 
-def test_n_outputs_differ_in_their_seeds_only() -> None:
+def test_n_outputs_differ_in_their_seeds_and_numbers_only() -> None:
     requests = admit(n=5, seed=3, bad_words=["a"], presence_penalty=1.0, draft_sampling="coupled")
-    assert len(requests) == 5
-    assert {replace(r, seed=0).seed for r in requests} == {0}
-    assert all(replace(r, seed=3) == requests[0] for r in requests)
+    assert [request.output_index for request in requests] == [0, 1, 2, 3, 4]
+    assert all(replace(r, seed=3, output_index=0) == requests[0] for r in requests)
 
 
 # --- How drafts are drawn ---

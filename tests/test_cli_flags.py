@@ -32,6 +32,7 @@ ENGINE: dict[str, tuple[list[str], Any]] = {
     "device": (["--device", "cpu"], "cpu"),
     "load_format": (["--load-format", "dummy"], "dummy"),
     "seed": (["--seed", "7"], 7),
+    "num_threads": (["--num-threads", "2"], 2),
     "max_model_len": (["--max-model-len", "512"], 512),
     "max_num_seqs": (["--max-num-seqs", "3"], 3),
     "block_size": (["--block-size", "32"], 32),

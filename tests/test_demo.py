@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from outrider import demo
 from outrider.batch import FinishReason
@@ -118,7 +117,6 @@ def test_the_bundled_model_is_the_default(
     model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(demo, "BUNDLED_MODELS", {"mtp": (str(model), None)})
-    monkeypatch.setattr(torch, "set_num_threads", lambda _: None)
     monkeypatch.setattr(demo, "load_prompts", lambda: [Prompt("short", "def f")])
     assert main(["demo", "--tokens", "4"]) == 0
     assert capsys.readouterr().out.startswith(f"{model}: 1 prompts, up to 4 tokens each\n")

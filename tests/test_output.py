@@ -380,3 +380,11 @@ def test_a_refused_request_has_an_error_and_nothing_else() -> None:
     assert output.finished
     assert (output.text, output.token_ids, output.rounds) == ("", (), ())
     assert output.speculation == SpeculationStats()
+
+
+def test_what_has_been_reported_is_not_new_again() -> None:
+    outputs = builder()
+    outputs.add(result(ids("x", "y")))
+    assert outputs.completion.new_text == "xy"
+    outputs.reported()
+    assert (outputs.completion.new_text, outputs.completion.text) == ("", "xy")

@@ -228,7 +228,7 @@ GRAMMARS = {
     "regex that may end at once": by_regex("[ab]*"),
     "ebnf": Grammar("ebnf", ARITHMETIC, fits_arithmetic),
 }
-MAX_TOKENS = 40
+MAX_TOKENS = 48
 NO_SPACE = dict.fromkeys(ids(" \n\t\r"), -30.0)
 """JSON allows any white space, of which a random model would write nothing but."""
 

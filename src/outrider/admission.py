@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from outrider.batch import LogitRules, Tier
+from outrider.checks import check_type
 from outrider.errors import RequestError
 from outrider.params import SamplingParams
 from outrider.request import Request
@@ -47,6 +48,7 @@ class AdmissionRules:
         Raises:
             RequestError: the prompt or a parameter cannot be served.
         """
+        check_type(RequestError, "params", params, SamplingParams)
         self._check_prompt(prompt)
         self._check_params(params)
         stops = () if params.ignore_eos else self.eos_token_ids
@@ -92,6 +94,8 @@ class AdmissionRules:
         return DraftSampling(wanted)
 
     def _check_prompt(self, prompt: Sequence[int]) -> None:
+        if not isinstance(prompt, list | tuple):
+            raise RequestError("prompt", got=prompt, allowed="a list or tuple of token ids")
         if len(prompt) == 0:
             raise RequestError("prompt is empty", got=0, allowed="at least one token")
         if len(prompt) >= self.max_model_len:
@@ -109,6 +113,13 @@ class AdmissionRules:
             self._check_id("stop token id", token_id)
         for token_id in params.logit_bias or ():
             self._check_id("logit_bias token id", token_id)
+        stops = {*params.stop_token_ids, *(() if params.ignore_eos else self.eos_token_ids)}
+        if params.min_tokens and len(stops) == self.vocab_size:
+            raise RequestError(
+                "min_tokens with every token a stop token leaves nothing to draw",
+                got=params.min_tokens,
+                allowed="0",
+            )
         needs_text = {
             "stop": params.stop_strings,
             "bad_words": params.bad_words,

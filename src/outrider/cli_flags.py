@@ -190,8 +190,8 @@ def _value_options(annotation: Any) -> dict[str, Any]:
 def _json(text: str) -> Any:
     try:
         return json.loads(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(f"not JSON ({error}): {text!r}") from error
+    except (ValueError, RecursionError) as error:
+        raise argparse.ArgumentTypeError(f"not JSON ({error}): {text[:80]!r}") from error
 
 
 def _json_mapping(key: Callable[[Any], Any], value: Callable[[Any], Any]) -> Callable[[str], Any]:

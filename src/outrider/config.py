@@ -64,7 +64,7 @@ class SpeculativeConfig:
             raise ConfigError(
                 f"speculative method {self.method} needs a draft checkpoint",
                 got=None,
-                hint="name it with model=",
+                hint="name it: model= in SpeculativeConfig, --speculative-draft-model on the command line",
             )
         check_int(
             ConfigError,
@@ -145,6 +145,8 @@ class EngineConfig:
         device: "auto" is CUDA where there is one.
         load_format: "dummy" fills weights with random values of the right shapes.
         seed: seed of dummy weights and of requests that bring none.
+        num_threads: threads of torch on a CPU, for the whole process; None is one for models under
+            100 M parameters, whose matrices are too small to share out, and else torch's own.
         max_model_len: most tokens of a sequence, prompt and output; None is the checkpoint's own.
         max_num_seqs: most sequences that run at once, which is the number of state slots; the
             recurrent state of hybrid models comes on top of the KV memory, and is logged.
@@ -167,6 +169,7 @@ class EngineConfig:
     device: DeviceName = "auto"
     load_format: LoadFormat = "auto"
     seed: int = 0
+    num_threads: int | None = None
     max_model_len: int | None = None
     max_num_seqs: int = 16
     block_size: int = 64
@@ -187,7 +190,7 @@ class EngineConfig:
         check_choice(ConfigError, "device", self.device, ("auto", "cpu", "cuda"))
         check_choice(ConfigError, "load_format", self.load_format, ("auto", "safetensors", "dummy"))
         check_int(error, "seed", self.seed, 0, 2**63 - 1)
-        for name in ("max_model_len", "num_kv_blocks"):
+        for name in ("max_model_len", "num_kv_blocks", "num_threads"):
             if getattr(self, name) is not None:
                 check_int(error, name, getattr(self, name), 1)
         for name in ("max_num_seqs", "prefill_grid", "max_prefill_tokens"):

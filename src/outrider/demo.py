@@ -1,7 +1,6 @@
 """`outrider demo`: the same prompts with speculation and without, and what it saved.
 
-The comparison is one that a user of the library could write. For the bundled models, which are too
-small to share out, the demo runs on one thread.
+The comparison is one that a user of the library could write.
 """
 
 from __future__ import annotations
@@ -106,9 +105,6 @@ def run(args: argparse.Namespace) -> int:
         model, name = str(bundled(target_name)), target_name
         if draft_model is None and draft_name is not None:
             draft_model = str(bundled(draft_name))
-        # Its matrices are too small to share out, and on a busy machine two threads that wait for
-        # each other took ten times as long as one.
-        torch.set_num_threads(1)
     spec = SpeculativeConfig(method, draft_model, args.num_draft_tokens)
     color = render.use_color(args.color, sys.stdout, os.environ)
     prompts = load_prompts()

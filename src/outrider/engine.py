@@ -6,9 +6,12 @@ import logging
 from collections.abc import Sequence as SequenceABC
 from dataclasses import dataclass
 
+import torch
+
 from outrider.admission import AdmissionRules
 from outrider.batch import Batch, FinishReason
 from outrider.cache.manager import CacheManager
+from outrider.checks import check_text
 from outrider.config import EngineConfig
 from outrider.errors import CapacityError, ConfigError, RequestError
 from outrider.models.build import Checkpoint, load_target
@@ -16,7 +19,7 @@ from outrider.models.config import ModelConfig
 from outrider.models.files import resolve_checkpoint
 from outrider.output import OutputBuilder, RequestOutput
 from outrider.params import SamplingParams
-from outrider.request import Sequence
+from outrider.request import Sequence, Status
 from outrider.runner.rounds import Masks, Runner, RunnerOptions
 from outrider.runner.storage import StorageSize, kv_bytes_per_token, state_bytes_per_slot
 from outrider.scheduler import Scheduler, SchedulerConfig
@@ -25,6 +28,10 @@ from outrider.structured import GrammarCompiler, GrammarMatcher
 from outrider.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
+
+_SMALL_MODEL = 100_000_000
+"""Parameters under which threads that wait for each other cost more than they do; on a busy machine
+two took ten times as long as one."""
 
 
 @dataclass
@@ -72,6 +79,8 @@ class Engine:
         spec = config.speculative_config
         drafter = None if spec is None else build_drafter(checkpoint, target, spec)
         checkpoint.close()
+        if checkpoint.device.type == "cpu":
+            _set_threads(config.num_threads, sum(p.numel() for p in target.parameters()))
 
         specs = target.cache_specs + (() if drafter is None else drafter.cache_specs)
         bytes_per_token = kv_bytes_per_token(specs, checkpoint.dtype)
@@ -97,7 +106,14 @@ class Engine:
             draft_top_m=1 if spec is None else spec.draft_top_m,
             synthetic_rates=None if spec is None else spec.synthetic_rates,
         )
-        self.runner = Runner(target, drafter, options)
+        try:
+            self.runner = Runner(target, drafter, options)
+        except RuntimeError as error:  # how torch says that memory cannot be had
+            raise CapacityError(
+                f"caches do not fit into memory ({error})",
+                got=f"{num_blocks} blocks of KV and {config.max_num_seqs} state slots",
+                hint="lower num_kv_blocks, kv_cache_memory_gib or max_num_seqs",
+            ) from error
         self.cache = CacheManager(num_blocks, config.block_size, config.max_num_seqs)
         self.scheduler = Scheduler(
             SchedulerConfig(
@@ -155,13 +171,14 @@ class Engine:
         Raises:
             RequestError: the prompt or a parameter cannot be served; nothing is queued then.
         """
+        check_text(RequestError, "request id", request_id)
         if request_id in self._live:
             raise RequestError("request id is in use", got=request_id, hint="choose another id")
         requests = self._admission.requests(
             request_id, prompt_token_ids, params, self._num_sequences
         )
         matchers = self._matchers(params, len(requests))
-        live = _Live(request_id, [])
+        live = self._live[request_id] = _Live(request_id, [])
         for index, (request, matcher) in enumerate(zip(requests, matchers, strict=True)):
             builder = OutputBuilder(request, self._admission.tokenizer, index)
             sequence = Sequence(self._num_sequences, request)
@@ -170,7 +187,6 @@ class Engine:
             self._by_sequence[self._num_sequences] = output
             self._num_sequences += 1
             self.scheduler.add(sequence)
-        self._live[request_id] = live
 
     def abort(self, request_id: str) -> RequestOutput | None:
         """End a request now; None where no such request is running."""
@@ -180,6 +196,8 @@ class Engine:
         for output in live.outputs:
             if output.builder.finish_reason is None:
                 output.builder.abort()
+            # An interrupt may have come between the text's end and the sequence's.
+            if output.sequence.status is not Status.FINISHED:
                 self.scheduler.finish(output.sequence, FinishReason.ABORT)
         return self._emit({request_id: live})[0]
 
@@ -206,6 +224,8 @@ class Engine:
         for request_id, live in changed.items():
             report = live.output()
             outputs.append(report)
+            for output in live.outputs:
+                output.builder.reported()
             if report.finished:
                 del self._live[request_id]
                 for output in live.outputs:
@@ -213,6 +233,13 @@ class Engine:
         if self.config.debug_checks:
             self.cache.check_integrity()
         return outputs
+
+
+def _set_threads(wanted: int | None, num_parameters: int) -> None:
+    if wanted is None and num_parameters < _SMALL_MODEL:
+        wanted = 1
+    if wanted is not None:
+        torch.set_num_threads(wanted)
 
 
 def _capacity(config: EngineConfig, model: ModelConfig, bytes_per_token: int) -> tuple[int, int]:

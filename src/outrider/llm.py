@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import itertools
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, overload
 
+from outrider.checks import as_tuple
 from outrider.config import EngineConfig, SpeculativeConfig
 from outrider.engine import Engine
 from outrider.errors import OutriderError, RequestError
@@ -18,13 +21,16 @@ Progress = Callable[[int, int, int], None]
 """Called with (requests finished, requests in all, tokens so far)."""
 
 
+_REQUEST_NUMBERS = itertools.count()
+
+
 class LLM:
     """A model ready to generate.
 
         llm = LLM("path-or-hub-id", speculative_config=SpeculativeConfig("mtp"))
         print(llm.generate("def main():").text)
 
-    Not thread-safe, and one call runs at a time.
+    Not thread-safe. Calls may be nested and streams interleaved: they share the engine.
 
     Args:
         model: local folder or hub id.
@@ -42,7 +48,7 @@ class LLM:
             resolve_checkpoint(config.tokenizer_source, revision)
         )
         self.engine = Engine(config, self.tokenizer)
-        self._num_requests = 0
+        self._inboxes: dict[str, _Inbox] = {}
 
     def default_params(self) -> SamplingParams:
         """What is used where a call gives no parameters: the checkpoint's own recommendation."""
@@ -88,11 +94,8 @@ class LLM:
             RequestError: a single prompt that cannot be served, or a call that makes no sense.
         """
         if _is_single(prompts):
-            if isinstance(params, Sequence):
-                raise RequestError(
-                    "params for a single prompt", got=params, allowed="one SamplingParams or None"
-                )
-            output = self._run([prompts], [params or self.default_params()], progress)[0]  # pyright: ignore[reportArgumentType]
+            one = self.default_params() if params is None else params
+            output = self._run([prompts], [one], progress)[0]  # pyright: ignore[reportArgumentType]
             if output.error is not None:
                 raise output.error
             return output
@@ -104,12 +107,13 @@ class LLM:
     ) -> Iterator[RequestOutput]:
         """Continue one prompt and yield after every step that brought tokens.
 
-        Closing the iterator early ends the request.
+        Closing the iterator early ends the request. Several streams, and calls between their
+        steps, share the engine.
 
         Raises:
             RequestError: the prompt cannot be served.
         """
-        params = params or self.default_params()
+        params = self.default_params() if params is None else params
         token_ids = self._token_ids(prompt)
         self.engine.check_request(token_ids, params)
         return self._stream(token_ids, params)
@@ -130,73 +134,117 @@ class LLM:
 
     def _stream(self, token_ids: list[int], params: SamplingParams) -> Iterator[RequestOutput]:
         # Queued at the first step, so that an iterator that nobody starts holds nothing.
-        request_id = self._add(token_ids, params)
-        try:
-            while self.engine.has_work:
-                for output in self.engine.step():
-                    if output.request_id == request_id:
-                        yield output
-        finally:
-            self.engine.abort(request_id)
+        with self._inbox() as inbox:
+            inbox.add(token_ids, params)
+            while inbox.is_open:
+                yield from inbox.receive()
 
     def _params_for(
         self, prompts: list[Prompt], params: SamplingParams | Sequence[SamplingParams] | None
     ) -> list[SamplingParams]:
         if params is None or isinstance(params, SamplingParams):
-            return [params or self.default_params()] * len(prompts)
-        if len(params) != len(prompts):
+            return [self.default_params() if params is None else params] * len(prompts)
+        given = list(as_tuple(RequestError, "params", params))
+        if len(given) != len(prompts):
             raise RequestError(
-                "params", got=f"{len(params)} for {len(prompts)} prompts", allowed="one for each"
+                "params", got=f"{len(given)} for {len(prompts)} prompts", allowed="one for each"
             )
-        return list(params)
+        return given  # pyright: ignore[reportReturnType]
 
     def _token_ids(self, prompt: Prompt) -> list[int]:
         if isinstance(prompt, str):
             return self.tokenizer.encode(prompt)
-        if not isinstance(prompt, Sequence):  # pyright: ignore[reportUnnecessaryIsInstance]
+        if not isinstance(prompt, list | tuple):
             raise RequestError("prompt", got=prompt, allowed="a string or a list of token ids")
         return list(prompt)
-
-    def _add(self, prompt: Prompt, params: SamplingParams) -> str:
-        request_id = f"request-{self._num_requests}"
-        self._num_requests += 1
-        self.engine.add_request(request_id, self._token_ids(prompt), params)
-        return request_id
 
     def _run(
         self, prompts: list[Prompt], params: list[SamplingParams], progress: Progress | None
     ) -> list[RequestOutput]:
-        outputs: list[RequestOutput | None] = [None] * len(prompts)
+        outputs: dict[int, RequestOutput] = {}
         places: dict[str, int] = {}
-        for index, (prompt, one) in enumerate(zip(prompts, params, strict=True)):
-            try:
-                places[self._add(prompt, one)] = index
-            except OutriderError as error:
-                outputs[index] = RequestOutput.failed(f"prompt-{index}", error)
-        num_tokens = {place: 0 for place in places.values()}
-        try:
-            while any(outputs[place] is None for place in places.values()):
-                for output in self.engine.step():
-                    if output.request_id not in places:
-                        continue
-                    place = places[output.request_id]
-                    num_tokens[place] = sum(len(c.token_ids) for c in output.completions)
+        num_tokens: dict[str, int] = {}
+        with self._inbox() as inbox:
+            for index, (prompt, one) in enumerate(zip(prompts, params, strict=True)):
+                try:
+                    places[inbox.add(self._token_ids(prompt), one)] = index
+                except OutriderError as error:
+                    outputs[index] = RequestOutput.failed(f"prompt-{index}", error)
+            while inbox.is_open:
+                for output in inbox.receive():
+                    num_tokens[output.request_id] = sum(
+                        len(completion.token_ids) for completion in output.completions
+                    )
                     if output.finished:
-                        outputs[place] = output
+                        outputs[places[output.request_id]] = output
                 if progress is not None:
-                    finished = sum(output is not None for output in outputs)
-                    progress(finished, len(outputs), sum(num_tokens.values()))
-        finally:  # an interrupt must not leave half a batch running
-            for request_id in places:
-                self.engine.abort(request_id)
-        return [output for output in outputs if output is not None]
+                    progress(len(outputs), len(prompts), sum(num_tokens.values()))
+        return [outputs[index] for index in range(len(prompts))]
+
+    @contextmanager
+    def _inbox(self) -> Generator[_Inbox]:
+        inbox = _Inbox(self.engine, self._inboxes)
+        try:
+            yield inbox
+        finally:  # an interrupt must not leave anything running
+            inbox.close()
+
+
+class _Inbox:
+    """The requests of one call: whoever steps the engine delivers to everybody."""
+
+    def __init__(self, engine: Engine, inboxes: dict[str, _Inbox]) -> None:
+        self._engine = engine
+        self._inboxes = inboxes
+        self._open: set[str] = set()
+        self._received: list[RequestOutput] = []
+
+    @property
+    def is_open(self) -> bool:
+        """Whether outputs are still to come, or wait to be received."""
+        return bool(self._open or self._received)
+
+    def add(self, token_ids: list[int], params: SamplingParams) -> str:
+        """Queue a request; returns its id."""
+        request_id = f"request-{next(_REQUEST_NUMBERS)}"
+        self._open.add(request_id)
+        self._inboxes[request_id] = self
+        try:
+            self._engine.add_request(request_id, token_ids, params)
+        except OutriderError:
+            self._forget(request_id)
+            raise
+        return request_id
+
+    def receive(self) -> list[RequestOutput]:
+        """What has come for this call, after a step of the engine if nothing had."""
+        if not self._received:
+            assert self._engine.has_work, "outputs are awaited and nothing runs"
+            for output in self._engine.step():
+                inbox = self._inboxes.get(output.request_id)
+                if inbox is not None:
+                    inbox._received.append(output)
+                    if output.finished:
+                        inbox._forget(output.request_id)
+        received, self._received = self._received, []
+        return received
+
+    def close(self) -> None:
+        """End what still runs."""
+        for request_id in list(self._open):
+            self._engine.abort(request_id)
+            self._forget(request_id)
+
+    def _forget(self, request_id: str) -> None:
+        self._open.discard(request_id)
+        self._inboxes.pop(request_id, None)
 
 
 def _is_single(prompts: object) -> bool:
     """A string, or a list whose first element is a token id."""
     if isinstance(prompts, str):
         return True
-    if not isinstance(prompts, Sequence):
+    if not isinstance(prompts, list | tuple):
         raise RequestError(
             "prompts", got=prompts, allowed="a string, a list of token ids, or a list of these"
         )

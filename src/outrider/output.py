@@ -212,6 +212,10 @@ class OutputBuilder:
             self._text.append(text)
             self._new_text.append(text)
 
+    def reported(self) -> None:
+        """The completion has been handed out: its new text is new no longer."""
+        self._new_text = []
+
     def abort(self) -> None:
         """The output ends here; what was held back is shown."""
         self._new_text = []

@@ -192,7 +192,9 @@ class SamplingParams:
         if isinstance(grammar, Mapping):
             if not {"kind"} <= set(grammar) <= {"kind", "text"}:
                 raise RequestError(
-                    "structured_output", got=grammar, allowed="an object with kind and text"
+                    "structured_output",
+                    got=grammar,
+                    allowed=f"kind (one of {', '.join(GRAMMAR_KINDS)}) and text",
                 )
             object.__setattr__(self, "structured_output", StructuredOutput(**grammar))
         else:

@@ -19,7 +19,7 @@ from outrider.models.base import CausalLM
 from outrider.models.build import Checkpoint
 from outrider.params import SamplingParams
 from outrider.spec import names, registry
-from outrider.spec.base import ChainDrafter, Drafter, Frontier, Taps
+from outrider.spec.base import ChainDrafter, Drafter, Frontier
 from outrider.spec.choose import Proposal
 from outrider.spec.names import SIDECAR_METHODS
 from outrider.spec.registry import DraftMethod
@@ -61,8 +61,6 @@ class Bigram(ChainDrafter):
 
     Its vocabulary is the odd target ids. It reads the final hidden state and keeps no cache.
     """
-
-    taps = Taps(final_hidden=True)
 
     def __init__(self, target: CausalLM) -> None:
         self.target = target

@@ -288,7 +288,10 @@ def read_rotary(
             got=factor,
             allowed="a share of head_dim that is an even number of dims",
         )
-    return with_theta.positive_float("rope_theta"), rotary_dim, yarn
+    theta = with_theta.positive_float("rope_theta")
+    if theta <= 1:
+        raise CheckpointError(f"{with_theta.name}: rope_theta", got=theta, allowed="more than 1")
+    return theta, rotary_dim, yarn
 
 
 def _yarn(section: Section, text: Section) -> YarnScaling:
@@ -374,6 +377,13 @@ def _first_int(sections: Sequence[Section], key: str) -> int:
     return section.natural_int(key, default=0)
 
 
+_SAMPLING_RANGES: Mapping[str, tuple[float, float]] = {
+    "temperature": (0.0, 1000.0),
+    "top_p": (1e-6, 1.0),
+    "min_p": (0.0, 1.0),
+}
+
+
 def _sampling_defaults(generation: Section) -> dict[str, float]:
     if not generation.boolean("do_sample", default=True):
         return {"temperature": 0.0}
@@ -381,6 +391,11 @@ def _sampling_defaults(generation: Section) -> dict[str, float]:
     for key in ("temperature", "top_p", "min_p"):
         if generation.get(key) is not None:
             defaults[key] = generation.natural_float(key)
+            low, high = _SAMPLING_RANGES[key]
+            if not low <= defaults[key] <= high:
+                raise CheckpointError(
+                    f"{generation.name}: {key}", got=defaults[key], allowed=f"{low} to {high}"
+                )
     if generation.get("top_k") is not None:
         top_k = generation.natural_int("top_k")
         if top_k > 0:  # 0 keeps all tokens, which is the default here

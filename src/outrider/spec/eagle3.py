@@ -113,7 +113,10 @@ def _read_config(path: Path, files: WeightFiles, target: ModelConfig) -> Eagle3C
             got=queries,
             allowed="one, as an EAGLE3 draft has",
         )
-    return Eagle3Config.from_hf(path, target, files.shape(queries[0])[0])
+    shape = files.shape(queries[0])
+    if len(shape) != 2:
+        raise CheckpointError(f"{queries[0]}: shape", got=list(shape), allowed="two dimensions")
+    return Eagle3Config.from_hf(path, target, shape[0])
 
 
 def _warn_of_short_positions(draft: Eagle3Config, target: ModelConfig) -> None:
@@ -140,6 +143,8 @@ def _target_ids(files: WeightFiles, config: Eagle3Config) -> Tensor | None:
             )
         return None
     offsets = files.get(name)
+    if offsets.is_floating_point():
+        raise CheckpointError(f"{name}: element type", got=offsets.dtype, allowed="integers")
     if tuple(offsets.shape) != (size,):
         raise CheckpointError(f"{name}: shape", got=list(offsets.shape), allowed=f"[{size}]")
     ids = torch.arange(size) + offsets.long()
@@ -153,7 +158,12 @@ def _target_ids(files: WeightFiles, config: Eagle3Config) -> Tensor | None:
         raise CheckpointError(f"{name}: target ids", got="repeated ids", allowed="distinct ids")
     mask_name = _find(files, "t2d")
     if mask_name is not None:
-        listed = files.get(mask_name).bool().nonzero()[:, 0]
+        mask = files.get(mask_name)
+        if tuple(mask.shape) != (vocab_size,):
+            raise CheckpointError(
+                f"{mask_name}: shape", got=list(mask.shape), allowed=f"[{vocab_size}]"
+            )
+        listed = mask.bool().nonzero()[:, 0]
         if not torch.equal(listed, ids.sort().values):
             raise CheckpointError(
                 f"{name} and {mask_name} name different target ids",
