@@ -149,7 +149,7 @@ def test_help_of_several_lines_is_joined_and_its_section_ends_where_the_docstrin
 def test_the_help_shows_every_flag_and_its_default() -> None:
     text = " ".join(make_parser().format_help().split())
     assert "--max-num-seqs N most sequences that run at once" in text
-    assert "state slots. (default: 16)" in text
+    assert "and is logged. (default: 16)" in text
     assert "--dtype {auto,float32,bfloat16,float16}" in text
     assert "--logit-bias JSON token id -> value added to its logit." in text
 

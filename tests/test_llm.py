@@ -92,8 +92,8 @@ def test_params_that_are_none_are_typed_errors_and_leave_nothing_behind(
 def test_prompts_that_are_no_text_and_no_token_ids_are_refused(llm: LLM, prompt: Any) -> None:
     with pytest.raises(RequestError):
         llm.generate(prompt, GREEDY)
-    (output,) = llm.generate([prompt], GREEDY)
-    assert isinstance(output.error, RequestError)
+    good, bad = llm.generate(["a", prompt], GREEDY)
+    assert good.error is None and isinstance(bad.error, RequestError)
     assert_idle(llm)
 
 

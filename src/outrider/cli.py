@@ -168,10 +168,6 @@ def _generate(args: argparse.Namespace) -> int:
 
 
 def _check(args: argparse.Namespace) -> int:
-    print(
-        f"checking {args.__dict__['EngineConfig.model']}, with speculation and without ...",
-        flush=True,
-    )
     report = check.check(EngineConfig(**engine_options(args)), num_tokens=args.num_tokens)
     check.print_report(report, sys.stdout)
     return int(report.result)

@@ -64,7 +64,7 @@ class SpeculativeConfig:
             raise ConfigError(
                 f"speculative method {self.method} needs a draft checkpoint",
                 got=None,
-                hint="name it: model= in SpeculativeConfig, --speculative-draft-model on the command line",
+                hint="name it with model=, or --speculative-draft-model on the command line",
             )
         check_int(
             ConfigError,
