@@ -105,7 +105,9 @@ def test_noise_that_depends_on_speculation_is_found_in_the_warm_texts_only(
 
     def worse(seeds: Tensor, positions: Tensor, *others: Any, **options: Any) -> Tensor:
         # Noise by the row in the pass instead of by the position in the text.
-        return original(seeds, torch.arange(len(positions)), *others, **options)
+        return original(
+            seeds, torch.arange(len(positions), device=positions.device), *others, **options
+        )
 
     monkeypatch.setattr(sampler, "race_times", worse)
     report = check(config(model), num_tokens=16)

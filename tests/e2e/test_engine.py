@@ -546,7 +546,7 @@ def test_a_single_bad_prompt_raises(llm: LLM) -> None:
 def test_calls_that_make_no_sense_are_refused(llm: LLM) -> None:
     with pytest.raises(RequestError, match="1 for 2 prompts"):
         llm.generate(["[5]", "[6]"], [greedy()])
-    with pytest.raises(RequestError, match="params for a single prompt"):
+    with pytest.raises(RequestError, match="params: got"):
         llm.generate("[5]", [greedy()])
     with pytest.raises(RequestError, match="prompts"):
         llm.generate(7, greedy())  # type: ignore[call-overload]
