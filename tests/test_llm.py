@@ -116,3 +116,21 @@ def test_an_interrupt_while_a_text_ends_leaves_an_engine_that_serves(
             llm.generate("import os", GREEDY)
     assert_idle(llm)
     assert llm.generate("import os", GREEDY).text == expected
+
+
+def test_synthetic_acceptance_says_so_and_keeps_to_its_length(
+    trained_model: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    spec = SpeculativeConfig("mtp", num_speculative_tokens=3, synthetic_acceptance_length=2.5)
+    options = {"dtype": "float32", "device": "cpu", "kv_cache_memory_gib": 0.25}
+    llm = LLM(str(trained_model), speculative_config=spec, **options)
+    assert "acceptance is synthetic" in caplog.text
+    params = SamplingParams(max_tokens=150, temperature=1, ignore_eos=True)
+    outputs = llm.generate(["import os", "The weather", "def f", "A"] * 2, params)
+    assert isinstance(outputs, list)
+    rounds = [
+        trace for output in outputs for trace in output.rounds if len(trace.draft_token_ids) == 3
+    ]
+    mean = 1 + sum(trace.num_accepted for trace in rounds) / len(rounds)
+    # About 470 rounds whose lengths spread by 1.2: four standard errors are 0.22.
+    assert len(rounds) > 350 and abs(mean - 2.5) < 0.22

@@ -97,6 +97,8 @@ class Engine:
             state_bytes / 2**20,
             config.max_num_seqs,
         )
+        if spec is not None and spec.synthetic_rates is not None:
+            logger.warning("acceptance is synthetic, for benchmarks: texts are not the model's own")
         options = RunnerOptions(
             size=size,
             max_model_len=self.max_model_len,
