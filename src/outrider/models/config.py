@@ -7,7 +7,6 @@ fields below. Knows no tensors and no architecture's modules.
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import cast
 from outrider.errors import CheckpointError
 from outrider.layers.rotary import YarnScaling
 from outrider.models.reading import Section
+from outrider.models.rope import read_rotary
 
 LINEAR_ATTENTION = "linear_attention"
 FULL_ATTENTION = "full_attention"
@@ -251,66 +251,6 @@ def _max_positions(text: Section, yarn: YarnScaling | None) -> int:
     if yarn is None:
         return listed
     return max(listed, int(yarn.factor * yarn.original_max_position_embeddings))
-
-
-def read_rotary(
-    text: Section, default_factor: float, head_dim: int
-) -> tuple[float, int, YarnScaling | None]:
-    """(rope_theta, rotary_dim, yarn), from rope_parameters, rope_scaling or the old keys.
-
-    mrope_section is not read: for text the three positions of a token are equal, and the rotation
-    is the plain one.
-    """
-    sections = [
-        section
-        for section in (text.section("rope_parameters"), text.section("rope_scaling"), text)
-        if section is not None
-    ]
-    yarn = None
-    for section in sections[:-1]:
-        kind = section.get("rope_type", section.get("type", "default"))
-        # "mrope" is how old configurations spell the default rotation with an mrope_section.
-        if kind == "yarn":
-            yarn = _yarn(section, text)
-        elif kind not in ("default", "mrope"):
-            raise CheckpointError(
-                f"{section.name}: rope type is not built yet",
-                got=kind,
-                allowed=("default", "yarn"),
-            )
-    with_theta = next((s for s in sections if s.get("rope_theta") is not None), text)
-    with_factor = next((s for s in sections if s.get("partial_rotary_factor") is not None), text)
-    factor = with_factor.positive_float("partial_rotary_factor", default=default_factor)
-    rotary_dim = int(head_dim * factor)
-    if not 0 < rotary_dim <= head_dim or rotary_dim % 2:
-        raise CheckpointError(
-            f"{with_factor.name}: partial_rotary_factor rotates {rotary_dim} of {head_dim} dims",
-            got=factor,
-            allowed="a share of head_dim that is an even number of dims",
-        )
-    theta = with_theta.positive_float("rope_theta")
-    if theta <= 1:
-        raise CheckpointError(f"{with_theta.name}: rope_theta", got=theta, allowed="more than 1")
-    return theta, rotary_dim, yarn
-
-
-def _yarn(section: Section, text: Section) -> YarnScaling:
-    for key in ("mscale", "mscale_all_dim"):
-        if section.get(key) is not None:
-            raise CheckpointError(f"{section.name}: {key} is not built yet", got=section.get(key))
-    factor = section.positive_float("factor")
-    return YarnScaling(
-        factor=factor,
-        original_max_position_embeddings=section.positive_int(
-            "original_max_position_embeddings", text.positive_int("max_position_embeddings")
-        ),
-        beta_fast=section.positive_float("beta_fast", default=32.0),
-        beta_slow=section.positive_float("beta_slow", default=1.0),
-        attention_factor=section.positive_float(
-            "attention_factor", default=0.1 * math.log(factor) + 1.0 if factor > 1 else 1.0
-        ),
-        truncate=section.boolean("truncate", default=True),
-    )
 
 
 def _linear_attention(text: Section) -> tuple[int, int, int, int, int]:

@@ -9,8 +9,9 @@ from typing import cast
 
 from outrider.errors import CheckpointError
 from outrider.layers.rotary import YarnScaling
-from outrider.models.config import ModelConfig, read_json, read_rotary, refuse_quantized
+from outrider.models.config import ModelConfig, read_json, refuse_quantized
 from outrider.models.reading import Section
+from outrider.models.rope import read_rotary
 
 logger = logging.getLogger(__name__)
 
