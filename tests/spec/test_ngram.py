@@ -69,7 +69,7 @@ def test_batches_of_any_texts_are_looked_up_as_the_rule_says(
 
 
 @pytest.mark.slow
-@settings(max_examples=20_000, deadline=None)
+@settings(max_examples=5_000, deadline=None)
 @given(REQUESTS, st.integers(0, 3), st.integers(0, 2))
 def test_many_more_batches_are_looked_up_as_the_rule_says(
     requests: list[tuple[list[int], int]], spare: int, garbage: int
