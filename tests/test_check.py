@@ -296,6 +296,6 @@ def test_a_report_is_printed_as_it_says() -> None:
     ]
 
 
-def test_a_report_without_drafts_says_nothing_of_acceptance() -> None:
+def test_a_report_without_drafts_says_that_nothing_was_verified() -> None:
     report = CheckReport(CheckResult.RIGHT, "a model", 2, 12, (), SpeculationStats(), 12)
-    assert list(lines_of(printed(report))) == ["model", "compared", "passes", "time", "texts are"]
+    assert lines_of(printed(report))["acceptance"] == "no draft was verified"

@@ -156,6 +156,8 @@ def print_report(report: CheckReport, stream: TextIO) -> None:
         rates = [count / stats.num_rounds for count in stats.accepted_per_position]
         shown = " ".join(f"{rate:.2f}" for rate in rates)
         print(f"acceptance   {length:.2f} tokens a round; by position {shown}", file=stream)
+    else:
+        print("acceptance   no draft was verified", file=stream)
     print(f"passes       {report.plain_passes} plain, {stats.num_passes} speculative", file=stream)
     plain, drafted = report.seconds
     print(f"time         {plain:.2f} s plain, {drafted:.2f} s speculative", file=stream)

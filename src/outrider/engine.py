@@ -14,6 +14,7 @@ from outrider.cache.manager import CacheManager
 from outrider.checks import check_text
 from outrider.config import EngineConfig
 from outrider.errors import CapacityError, ConfigError, RequestError
+from outrider.models.base import CausalLM
 from outrider.models.build import Checkpoint, load_target
 from outrider.models.config import ModelConfig
 from outrider.models.files import resolve_checkpoint
@@ -23,6 +24,7 @@ from outrider.request import Sequence, Status
 from outrider.runner.rounds import Masks, Runner, RunnerOptions
 from outrider.runner.storage import StorageSize, kv_bytes_per_token, state_bytes_per_slot
 from outrider.scheduler import Scheduler, SchedulerConfig
+from outrider.spec.base import Drafter
 from outrider.spec.registry import build_drafter
 from outrider.structured import GrammarCompiler, GrammarMatcher
 from outrider.tokenizer import Tokenizer
@@ -30,8 +32,7 @@ from outrider.tokenizer import Tokenizer
 logger = logging.getLogger(__name__)
 
 _SMALL_MODEL = 100_000_000
-"""Parameters under which threads that wait for each other cost more than they do; on a busy machine
-two took ten times as long as one."""
+"""Parameters under which threads that wait for each other cost more than they do."""
 
 
 @dataclass
@@ -97,25 +98,7 @@ class Engine:
             state_bytes / 2**20,
             config.max_num_seqs,
         )
-        if spec is not None and spec.synthetic_rates is not None:
-            logger.warning("acceptance is synthetic, for benchmarks: texts are not the model's own")
-        options = RunnerOptions(
-            size=size,
-            max_model_len=self.max_model_len,
-            prefill_grid=config.prefill_grid,
-            dtype=checkpoint.dtype,
-            device=checkpoint.device,
-            draft_top_m=1 if spec is None else spec.draft_top_m,
-            synthetic_rates=None if spec is None else spec.synthetic_rates,
-        )
-        try:
-            self.runner = Runner(target, drafter, options)
-        except RuntimeError as error:  # how torch says that memory cannot be had
-            raise CapacityError(
-                f"caches do not fit into memory ({error})",
-                got=f"{num_blocks} blocks of KV and {config.max_num_seqs} state slots",
-                hint="lower num_kv_blocks, kv_cache_memory_gib or max_num_seqs",
-            ) from error
+        self.runner = self._build_runner(checkpoint, target, drafter, size)
         self.cache = CacheManager(num_blocks, config.block_size, config.max_num_seqs)
         self.scheduler = Scheduler(
             SchedulerConfig(
@@ -123,16 +106,7 @@ class Engine:
             ),
             self.cache,
         )
-        self._admission = AdmissionRules(
-            vocab_size=self.model_config.vocab_size,
-            max_model_len=self.max_model_len,
-            eos_token_ids=self.model_config.eos_token_ids,
-            engine_seed=config.seed,
-            draft_sampling=None if spec is None else spec.draft_sampling,
-            drafter_samples=None if drafter is None else drafter.samples,
-            tokenizer=tokenizer,
-            synthetic_acceptance=spec is not None and spec.synthetic_rates is not None,
-        )
+        self._admission = self._admission_rules(drafter, tokenizer)
         self._grammars = None
         if tokenizer is not None:
             eos = self.model_config.eos_token_ids
@@ -140,6 +114,49 @@ class Engine:
         self._live: dict[str, _Live] = {}
         self._by_sequence: dict[int, _Output] = {}
         self._num_sequences = 0
+
+    def _build_runner(
+        self,
+        checkpoint: Checkpoint,
+        target: CausalLM,
+        drafter: Drafter | None,
+        size: StorageSize,
+    ) -> Runner:
+        spec = self.config.speculative_config
+        if spec is not None and spec.synthetic_rates is not None:
+            logger.warning("acceptance is synthetic, for benchmarks: texts are not the model's own")
+        options = RunnerOptions(
+            size=size,
+            max_model_len=self.max_model_len,
+            prefill_grid=self.config.prefill_grid,
+            dtype=checkpoint.dtype,
+            device=checkpoint.device,
+            draft_top_m=1 if spec is None else spec.draft_top_m,
+            synthetic_rates=None if spec is None else spec.synthetic_rates,
+        )
+        try:
+            return Runner(target, drafter, options)
+        except RuntimeError as error:  # how torch says that memory cannot be had
+            raise CapacityError(
+                f"caches do not fit into memory ({error})",
+                got=f"{size.num_blocks} blocks of KV and {size.num_slots} state slots",
+                hint="lower num_kv_blocks, kv_cache_memory_gib or max_num_seqs",
+            ) from error
+
+    def _admission_rules(
+        self, drafter: Drafter | None, tokenizer: Tokenizer | None
+    ) -> AdmissionRules:
+        spec = self.config.speculative_config
+        return AdmissionRules(
+            vocab_size=self.model_config.vocab_size,
+            max_model_len=self.max_model_len,
+            eos_token_ids=self.model_config.eos_token_ids,
+            engine_seed=self.config.seed,
+            draft_sampling=None if spec is None else spec.draft_sampling,
+            drafter_samples=None if drafter is None else drafter.samples,
+            tokenizer=tokenizer,
+            synthetic_acceptance=spec is not None and spec.synthetic_rates is not None,
+        )
 
     @property
     def has_work(self) -> bool:

@@ -812,6 +812,11 @@ WRONG_FIELDS: Mapping[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "no hidden size": ({"hidden_size": None}, ("hidden_size is missing",)),
     "no intermediate size": ({"intermediate_size": None}, ("intermediate_size is missing",)),
     "no rope_theta": ({"rope_theta": None}, ("rope_theta is missing",)),
+    "sliding windows": ({"use_sliding_window": True}, ("use_sliding_window", "got True")),
+    "a sliding layer": (
+        {"layer_types": ["sliding_attention"]},
+        ("layer_types", "sliding_attention", "full_attention"),
+    ),
     "another activation": ({"hidden_act": "gelu"}, ("hidden_act", "got 'gelu'", "silu")),
     "another rope": ({"rope_scaling": {"type": "linear", "factor": 2.0}}, ("rope type", "linear")),
     "quantised": ({"quantization_config": {"quant_method": "fp8"}}, ("quantization_config", "fp8")),

@@ -129,9 +129,17 @@ def test_every_chunk_size_and_length_gives_transformers_logits(
     path, tokens = folders.target(shape), random_tokens(length, shape.vocab_size, length)
     expected = transformers_logits(path, tokens)
     assert_close(TargetDriver(path, prefill_grid=chunk).prefill(tokens, chunk), expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("length", [9, 65, 200])
+def test_long_texts_decoded_one_by_one_give_transformers_logits(
+    folders: Folders, shape: Qwen3Shape, length: int
+) -> None:
+    path, tokens = folders.target(shape), random_tokens(length, shape.vocab_size, length)
     driver = TargetDriver(path, block_size=64)
-    token_by_token = [driver.prefill(tokens[:1]), *(driver.decode([t]) for t in tokens[1:])]
-    assert_close(torch.cat(token_by_token), expected)
+    logits = torch.cat((driver.prefill(tokens[:1]), driver.decode(tokens[1:])))
+    assert_close(logits, transformers_logits(path, tokens))
 
 
 def test_greedy_text_past_the_trained_length_is_transformers_own(

@@ -65,9 +65,7 @@ class Eagle3Config:
         layer = top.section("transformer_layer_config") or top
         refuse_quantized(top, layer)
         _check_layers(layer)
-        act = layer.get("hidden_act", "silu")
-        if act != "silu":
-            raise CheckpointError(f"{layer.name}: hidden_act", got=act, allowed="silu")
+        _refuse_unbuilt(layer)
         vocab_size = layer.positive_int("vocab_size", default=target.vocab_size)
         if vocab_size != target.vocab_size:
             raise CheckpointError(
@@ -108,6 +106,18 @@ class Eagle3Config:
             fc_norm=flag("fc_norm"),
             norm_output=flag("norm_output"),
         )
+
+
+def _refuse_unbuilt(layer: Section) -> None:
+    """Refuse, by name, variants that would load and then draft something else."""
+    for key, wanted in (
+        ("hidden_act", "silu"),
+        ("use_sliding_window", False),
+        ("layer_types", ["full_attention"]),
+    ):
+        value = layer.get(key, wanted)
+        if value != wanted:
+            raise CheckpointError(f"{layer.name}: {key}", got=value, allowed=str(wanted))
 
 
 def _head_dim(layer: Section, num_heads: int, query_rows: int) -> int:

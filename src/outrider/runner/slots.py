@@ -85,4 +85,3 @@ class SlotTable:
         width, most = q.probs.shape[2], q.probs.shape[1]
         self.draft_law.token_ids[slots, :most, :width] = q.token_ids
         self.draft_law.probs[slots, :most, :width] = q.probs
-        self.draft_law.probs[slots, :most, width:] = 0.0
