@@ -290,7 +290,7 @@ def freeze(engine: Engine, sequence_id: int) -> Frozen:
     kv, conv, state = [], [], []
     for layer in engine.runner.target_caches:
         if isinstance(layer, AttentionCache):
-            rows = layer.kv_pool[:, blocks].flatten(1, 2)
+            rows = layer.kv_pool[:, blocks].transpose(2, 3).flatten(1, 2)
             kv.append(rows[:, :num_computed].clone())
             continue
         ring_size = layer.conv_ring.shape[1]

@@ -53,7 +53,7 @@ class Held:
         target = freeze(engine, sequence_id)
         blocks = torch.tensor(engine.cache.block_ids(sequence_id))
         draft_kv = [
-            layer.kv_pool[:, blocks].flatten(1, 2)[:, : target.num_computed].clone()
+            layer.kv_pool[:, blocks].transpose(2, 3).flatten(1, 2)[:, : target.num_computed].clone()
             for layer in engine.runner.draft_caches
             if isinstance(layer, AttentionCache)
         ]

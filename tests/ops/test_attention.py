@@ -46,7 +46,7 @@ class Context:
         """(pool, block tables) with blocks in random order, NaN wherever nothing was written."""
         needed = [-(-self.lengths[i] // block_size) for i in sequences]
         num_blocks, width = 2 + sum(needed), max(needed) + 2
-        shape = (2, num_blocks, block_size, self.heads.keys, self.heads.size)
+        shape = (2, num_blocks, self.heads.keys, block_size, self.heads.size)
         pool = torch.full(shape, float("nan"), dtype=self.dtype)
         free = (torch.randperm(num_blocks - 1, generator=self._rng) + 1).tolist()
         tables = torch.zeros((len(sequences), width), dtype=torch.int64)
@@ -55,8 +55,8 @@ class Context:
             tables[row, :count] = torch.tensor(block_ids)
             for position in range(self.lengths[sequence]):
                 block, offset = block_ids[position // block_size], position % block_size
-                pool[0, block, offset] = self.keys[sequence][position]
-                pool[1, block, offset] = self.values[sequence][position]
+                pool[0, block, :, offset] = self.keys[sequence][position]
+                pool[1, block, :, offset] = self.values[sequence][position]
         return pool, tables
 
     def expected(self, sequence: int, position: int) -> Tensor:

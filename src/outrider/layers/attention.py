@@ -7,11 +7,9 @@ from torch import Tensor, nn
 
 from outrider.layers.linear import Linear
 from outrider.layers.norm import NormConfig, RMSNorm
-from outrider.layers.rows import AttentionCache, AttentionCacheSpec, RowBatch
-from outrider.ops.attention import paged_attention
-from outrider.ops.elementwise import sigmoid
-from outrider.ops.kv_cache import write_kv
-from outrider.ops.rotary import apply_rotary
+from outrider.layers.rows import AttentionCache, AttentionCacheSpec, RowBatch, RowGroup
+from outrider.ops.attention import paged_attention, prefill_attention
+from outrider.ops.attention_inputs import HeadLayout, HeadNorms, attention_inputs
 
 
 class Attention(nn.Module):
@@ -36,10 +34,9 @@ class Attention(nn.Module):
         output_gate: bool = False,
     ) -> None:
         super().__init__()
-        self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, head_dim
-        self.output_gate = output_gate
-        query_size = num_heads * head_dim * (2 if output_gate else 1)
+        self.layout = HeadLayout(num_heads, num_kv_heads, head_dim, output_gate)
         kv_size = num_kv_heads * head_dim
+        query_size = self.layout.width - 2 * kv_size
         self.qkv_proj = Linear(input_size or hidden_size, query_size, kv_size, kv_size)
         self.o_proj = Linear(num_heads * head_dim, hidden_size)
         self.has_qk_norm = qk_norm is not None
@@ -49,34 +46,37 @@ class Attention(nn.Module):
 
     @property
     def cache_spec(self) -> AttentionCacheSpec:
-        return AttentionCacheSpec(self.num_kv_heads, self.head_dim)
+        return AttentionCacheSpec(self.layout.num_kv_heads, self.layout.head_dim)
+
+    def _norms(self) -> HeadNorms | None:
+        if not self.has_qk_norm:
+            return None
+        config = self.q_norm.config
+        return HeadNorms(self.q_norm.weight, self.k_norm.weight, config.eps, config.zero_centred)
 
     def forward(
         self, x: Tensor, rows: RowBatch, rotary: tuple[Tensor, Tensor], cache: AttentionCache
     ) -> Tensor:
         """x [R, input_size] -> [R, H]; writes the rows' keys and values into the cache."""
-        num_rows = x.shape[0]
-        queries, keys, values = self.qkv_proj.forward_parts(x)
-        queries = queries.view(num_rows, self.num_heads, -1)
-        queries, gate = queries[..., : self.head_dim], queries[..., self.head_dim :]
-        keys = keys.view(num_rows, self.num_kv_heads, self.head_dim)
-        values = values.view(num_rows, self.num_kv_heads, self.head_dim)
-        if self.has_qk_norm:
-            queries, keys = self.q_norm(queries), self.k_norm(keys)
-        queries, keys = apply_rotary(queries, *rotary), apply_rotary(keys, *rotary)
-        write_kv(keys, values, cache.kv_pool, rows.kv_index)
+        queries, gate = attention_inputs(
+            self.qkv_proj(x), self.layout, self._norms(), rotary, cache.kv_pool, rows.kv_index
+        )
+        outputs = [_attend(group, queries, gate, cache.kv_pool) for group in rows.groups]
+        output = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+        return self.o_proj(output.flatten(1))
 
-        output = torch.empty_like(queries)
-        for group in rows.groups:
-            shape = (group.num_sequences, group.rows_per_sequence, *queries.shape[1:])
-            attended = paged_attention(
-                queries[group.flat].view(shape),
-                cache.kv_pool,
-                group.block_tables,
-                group.starts,
-                group.num_rows,
-            )
-            output[group.flat] = attended.flatten(0, 1)
-        if self.output_gate:
-            output = output * sigmoid(gate)
-        return self.o_proj(output.reshape(num_rows, -1))
+
+def _attend(group: RowGroup, queries: Tensor, gate: Tensor | None, kv_pool: Tensor) -> Tensor:
+    """Output [B * T, Hq, D] of one group's rows."""
+    attend = paged_attention if group.piece_ends is None else prefill_attention
+    shape = (group.num_sequences, group.rows_per_sequence, *queries.shape[1:])
+    own_gate = None if gate is None else gate[group.flat].unflatten(0, shape[:2])
+    output = attend(
+        queries[group.flat].view(shape),
+        kv_pool,
+        group.block_tables,
+        group.starts,
+        group.num_rows,
+        own_gate,
+    )
+    return output.flatten(0, 1)

@@ -8,14 +8,13 @@ from torch import Tensor, nn
 from outrider.layers.linear import Linear
 from outrider.layers.norm import GatedRMSNorm
 from outrider.layers.rows import DeltaCache, DeltaCacheSpec, RowBatch, RowGroup
-from outrider.ops.causal_conv import causal_conv
-from outrider.ops.gated_delta_rule import (
-    PendingRecords,
-    delta_gates,
-    delta_prefill,
-    delta_round,
-    l2_normalise,
+from outrider.ops.gated_delta_net import (
+    DeltaNetRows,
+    DeltaNetWeights,
+    delta_net_prefill,
+    delta_net_round,
 )
+from outrider.ops.gated_delta_rule import PendingRecords
 
 
 class CausalConv1d(nn.Module):
@@ -49,54 +48,42 @@ class GatedDeltaNet(nn.Module):
     def forward(self, x: Tensor, rows: RowBatch, cache: DeltaCache) -> Tensor:
         """x [R, H] -> [R, H]; moves the convolution ring and the recurrent state."""
         qkv, z, b, a = self.in_proj.forward_parts(x)
-        g, beta = delta_gates(a.contiguous(), b.contiguous(), self.A_log, self.dt_bias)
         outputs = [
             self._run_group(
-                group, qkv[group.flat], g[group.flat], beta[group.flat], cache, rows.pending
+                group,
+                DeltaNetRows(qkv[group.flat], a[group.flat], b[group.flat]),
+                cache,
+                rows.pending,
             )
             for group in rows.groups
         ]
         output = outputs[0] if len(outputs) == 1 else torch.cat(outputs)  # [R, HV, V]
-        gated = self.norm(output, z.reshape(output.shape))
+        gated = self.norm(output, z.unflatten(-1, output.shape[1:]))
         return self.out_proj(gated.flatten(1))
 
     def _run_group(
-        self,
-        group: RowGroup,
-        qkv: Tensor,
-        g: Tensor,
-        beta: Tensor,
-        cache: DeltaCache,
-        pending: PendingRecords,
+        self, group: RowGroup, own: DeltaNetRows, cache: DeltaCache, pending: PendingRecords
     ) -> Tensor:
-        """qkv [B * T, C], g and beta [B * T, HV] -> [B * T, HV, V]."""
-        spec = self.cache_spec
-        shape = (group.num_sequences, group.rows_per_sequence)
-        mixed = causal_conv(
-            qkv.view(*shape, -1),
-            self.conv1d.weight[:, 0],
+        """[B * T, HV, V] of one group's rows."""
+        weights = DeltaNetWeights(self.conv1d.weight[:, 0], self.A_log, self.dt_bias)
+        if group.piece_ends is None:
+            return delta_net_round(
+                own,
+                weights,
+                cache.conv_ring,
+                cache.delta,
+                pending,
+                group.slots,
+                group.starts,
+                group.num_rows,
+            )
+        return delta_net_prefill(
+            own,
+            weights,
             cache.conv_ring,
+            cache.delta,
             group.slots,
             group.starts,
-            group.num_rows,
+            group.piece_ends,
+            starts_sequence=group.starts_sequence,
         )
-        key_size = spec.num_key_heads * spec.key_dim
-        q, k, v = mixed.split((key_size, key_size, mixed.shape[-1] - 2 * key_size), dim=-1)
-        queries = l2_normalise(q.view(*shape, spec.num_key_heads, -1)) * spec.key_dim**-0.5
-        keys = l2_normalise(k.view(*shape, spec.num_key_heads, -1))
-        values = v.view(*shape, spec.num_value_heads, -1)
-        g, beta = g.view(*shape, -1), beta.view(*shape, -1)
-        delta = cache.delta
-        if group.piece_ends is None:
-            output = delta_round(
-                queries, keys, values, g, beta, delta, pending, group.slots, group.num_rows
-            )
-            return output.flatten(0, 1)
-        state = delta.state[group.slots[0]]
-        if group.starts_sequence:
-            state = torch.zeros_like(state)
-        output, state = delta_prefill(
-            queries[0], keys[0], values[0], g[0], beta[0], state, group.piece_ends
-        )
-        delta.state[group.slots[0]] = state
-        return output

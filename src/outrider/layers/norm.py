@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from outrider.ops.rms_norm import gated_rms_norm, rms_norm
+from outrider.ops.rms_norm import add_rms_norm, gated_rms_norm, rms_norm
 
 
 @dataclass(frozen=True)
@@ -28,6 +28,15 @@ class RMSNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """[..., size] -> [..., size]."""
         return rms_norm(x, self.weight, self.config.eps, zero_centred=self.config.zero_centred)
+
+    def add(self, x: Tensor | None, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """(norm of residual + x, residual + x), each [R, size]; x None adds nothing."""
+        if x is None:
+            return self.forward(residual), residual
+        config = self.config
+        return add_rms_norm(
+            x, residual, self.weight, config.eps, zero_centred=config.zero_centred
+        )
 
 
 class GatedRMSNorm(nn.Module):

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from outrider.ops.rotary import rotary_angles
+
 
 @dataclass(frozen=True)
 class YarnScaling:
@@ -52,9 +54,7 @@ class RotaryEmbedding(nn.Module):
 
     def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """[R] int64 -> cos, sin, each [R, P] float32."""
-        angles = positions.float()[:, None] * self.inverse_frequencies
-        angles = torch.cat((angles, angles), dim=-1)
-        return angles.cos() * self.scale, angles.sin() * self.scale
+        return rotary_angles(positions, self.inverse_frequencies, self.scale)
 
 
 def _ramp(yarn: YarnScaling, rotary_dim: int, theta: float) -> Tensor:

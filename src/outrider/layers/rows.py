@@ -62,7 +62,7 @@ class RowBatch:
 
 @dataclass(frozen=True)
 class AttentionCache:
-    """Paged keys and values of one layer: [2, num_blocks, block_size, heads, head_dim]."""
+    """Paged keys and values of one layer: [2, num_blocks, heads, block_size, head_dim]."""
 
     kv_pool: Tensor
 

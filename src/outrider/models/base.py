@@ -45,15 +45,30 @@ class DecoderLayer(nn.Module):
         self.cache_spec: LayerCacheSpec = mixer.cache_spec
 
     def forward(
-        self, hidden: Tensor, rows: RowBatch, rotary: tuple[Tensor, Tensor], cache: LayerCache
-    ) -> Tensor:
-        """hidden [R, H] -> [R, H], the residual stream entering the next layer."""
-        normed = self.input_layernorm(hidden)
+        self,
+        added: Tensor | None,
+        residual: Tensor,
+        rows: RowBatch,
+        rotary: tuple[Tensor, Tensor],
+        cache: LayerCache,
+    ) -> tuple[Tensor, Tensor]:
+        """Run on the stream residual + added.
+
+        Args:
+            added: [R, H], what the layer before adds to the stream, or None.
+            residual: [R, H].
+
+        Returns:
+            What this layer's MLP adds, and the stream that it adds to. Left apart so that the sum
+            and the next norm are one operation.
+        """
+        normed, residual = self.input_layernorm.add(added, residual)
         if isinstance(cache, DeltaCache):
-            hidden = hidden + self.linear_attn(normed, rows, cache)
+            mixed = self.linear_attn(normed, rows, cache)
         else:
-            hidden = hidden + self.self_attn(normed, rows, rotary, cache)
-        return hidden + self.mlp(self.post_attention_layernorm(hidden))
+            mixed = self.self_attn(normed, rows, rotary, cache)
+        normed, residual = self.post_attention_layernorm.add(mixed, residual)
+        return self.mlp(normed), residual
 
 
 @dataclass(frozen=True)
@@ -104,14 +119,15 @@ class CausalLM(nn.Module):
         Args:
             tapped_layers: layers whose input is kept, ascending.
         """
-        hidden = self.embed_tokens(token_ids)
+        added, residual = None, self.embed_tokens(token_ids)
         rotary = self.rotary(rows.positions)
         residuals: list[Tensor] = []
         for index, (layer, cache) in enumerate(zip(self.layers, caches, strict=True)):
             if index in tapped_layers:
-                residuals.append(hidden)
-            hidden = layer(hidden, rows, rotary, cache)
-        return TargetOutput(self.norm(hidden), torch.cat(residuals, -1) if residuals else None)
+                residuals.append(residual if added is None else residual + added)
+            added, residual = layer(added, residual, rows, rotary, cache)
+        hidden, _ = self.norm.add(added, residual)
+        return TargetOutput(hidden, torch.cat(residuals, -1) if residuals else None)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden after the final norm [R, H] -> [R, V] in the model's dtype."""

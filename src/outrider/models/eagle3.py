@@ -53,8 +53,9 @@ class Eagle3Layer(nn.Module):
         normed = self.hidden_norm(hidden)
         residual = normed if self.norm_before_residual else hidden
         mixed = torch.cat((self.input_layernorm(embedded), normed), dim=-1)
-        residual = residual + self.self_attn(mixed, rows, rotary, cache)
-        return residual + self.mlp(self.post_attention_layernorm(residual))
+        attended = self.self_attn(mixed, rows, rotary, cache)
+        normed, residual = self.post_attention_layernorm.add(attended, residual)
+        return residual + self.mlp(normed)
 
 
 class Eagle3(nn.Module):

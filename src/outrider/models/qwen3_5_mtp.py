@@ -60,5 +60,6 @@ class Qwen3_5MTP(nn.Module):
         """next_token_ids [R], hidden [R, H] -> [R, H] after the head's norm."""
         embedded = self.pre_fc_norm_embedding(target.embed_tokens(next_token_ids))
         mixed = self.fc(torch.cat((embedded, self.pre_fc_norm_hidden(hidden)), dim=-1))
-        mixed = self.layers[0](mixed, rows, target.rotary(rows.positions), caches[0])
-        return self.norm(mixed)
+        rotary = target.rotary(rows.positions)
+        added, residual = self.layers[0](None, mixed, rows, rotary, caches[0])
+        return self.norm.add(added, residual)[0]

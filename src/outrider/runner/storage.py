@@ -60,7 +60,7 @@ def allocate_caches(
 
     def allocate(spec: LayerCacheSpec) -> LayerCache:
         if isinstance(spec, AttentionCacheSpec):
-            shape = (2, size.num_blocks, size.block_size, spec.num_kv_heads, spec.head_dim)
+            shape = (2, size.num_blocks, spec.num_kv_heads, size.block_size, spec.head_dim)
             return AttentionCache(torch.empty(shape, dtype=dtype, device=device))
         return _allocate_delta(spec, size, dtype, device)
 

@@ -1,4 +1,9 @@
-"""Causal attention of a few rows per sequence over paged keys and values."""
+"""Causal attention over paged keys and values: the rows of rounds, and prompt chunks.
+
+Two public functions of one meaning, because they run as different kernels: a round's rows always
+take the one and a prompt's rows always the other, whatever their number, so that a row's bits do
+not depend on how a step was cut.
+"""
 
 import torch
 from torch import Tensor
@@ -9,22 +14,48 @@ SUPPORTED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def paged_attention(
-    queries: Tensor, kv_pool: Tensor, block_tables: Tensor, starts: Tensor, num_rows: Tensor
+    queries: Tensor,
+    kv_pool: Tensor,
+    block_tables: Tensor,
+    starts: Tensor,
+    num_rows: Tensor,
+    gate: Tensor | None = None,
 ) -> Tensor:
     """softmax(q K^T / sqrt(D)) V; row t of sequence b sees positions 0 .. starts[b] + t.
 
     Args:
         queries: [B, T, Hq, D]; their own keys and values are in the pool already.
-        kv_pool: [2, num_blocks, block_size, Hkv, D]; Hq is a multiple of Hkv.
+        kv_pool: [2, num_blocks, Hkv, block_size, D]; Hq is a multiple of Hkv.
         block_tables: [B, M] int64, block ids in order of position; entries past the last needed
             block may name any block.
         starts: [B] int64, position of row 0.
-        num_rows: [B] int64 at most T; rows past it are padding and hold unspecified finite values.
+        num_rows: [B] int64 at most T; rows past it are padding and come out unspecified.
+        gate: [B, T, Hq, D] of any strides over B * T, or None; the output is multiplied by its
+            sigmoid.
 
     Returns:
         [B, T, Hq, D] in the queries' dtype. A row's bits depend on its query, its position and
         the keys and values up to it, not on B, T, M or the block size.
     """
     assert queries.dtype in SUPPORTED_DTYPES and queries.dtype == kv_pool.dtype, queries.dtype
-    assert queries.shape[2] % kv_pool.shape[3] == 0, (queries.shape, kv_pool.shape)
-    return paged_attention_reference(queries, kv_pool, block_tables, starts, num_rows)
+    assert queries.shape[2] % kv_pool.shape[2] == 0, (queries.shape, kv_pool.shape)
+    assert gate is None or gate.shape == queries.shape, queries.shape
+    return paged_attention_reference(queries, kv_pool, block_tables, starts, num_rows, gate)
+
+
+def prefill_attention(
+    queries: Tensor,
+    kv_pool: Tensor,
+    block_tables: Tensor,
+    starts: Tensor,
+    num_rows: Tensor,
+    gate: Tensor | None = None,
+) -> Tensor:
+    """The same for a prompt chunk: B is 1 and T any number of rows, all of them in use.
+
+    A row's bits do not depend on where its chunk begins or ends.
+    """
+    assert queries.dtype in SUPPORTED_DTYPES and queries.dtype == kv_pool.dtype, queries.dtype
+    assert queries.shape[0] == 1 and queries.shape[2] % kv_pool.shape[2] == 0, queries.shape
+    assert gate is None or gate.shape == queries.shape, queries.shape
+    return paged_attention_reference(queries, kv_pool, block_tables, starts, num_rows, gate)

@@ -8,17 +8,23 @@ position (all weights zero) leave its bits alone.
 import torch
 from torch import Tensor
 
+from outrider.ops.elementwise import sigmoid
 from outrider.ops.linear.reference import pad_rows
 
 TILE = 64
 
 
 def paged_attention_reference(
-    queries: Tensor, kv_pool: Tensor, block_tables: Tensor, starts: Tensor, num_rows: Tensor
+    queries: Tensor,
+    kv_pool: Tensor,
+    block_tables: Tensor,
+    starts: Tensor,
+    num_rows: Tensor,
+    gate: Tensor | None,
 ) -> Tensor:
     """queries [B, T, Hq, D] -> [B, T, Hq, D]; see the public function for the contract."""
     batch, rows, num_heads, head_dim = queries.shape
-    num_kv_heads, block_size = kv_pool.shape[3], kv_pool.shape[2]
+    num_kv_heads, block_size = kv_pool.shape[2], kv_pool.shape[3]
     group = num_heads // num_kv_heads
     ends = starts + num_rows  # [B]
     num_tiles = -(-int(ends.max()) // TILE)
@@ -26,11 +32,10 @@ def paged_attention_reference(
     tokens = torch.arange(num_tiles * TILE, device=queries.device)
     written = tokens < ends[:, None]  # [B, L]
     block_index = (tokens // block_size).clamp(max=block_tables.shape[1] - 1)
-    flat = block_tables[:, block_index] * block_size + tokens % block_size
     # Slots that nobody wrote may hold NaN, and 0 * NaN would reach every row.
-    kept = kv_pool.flatten(1, 2)[:, flat].float()
-    kept = torch.where(written[None, :, :, None, None], kept, 0.0)
-    keys, values = kept.permute(0, 1, 3, 2, 4).reshape(
+    kept = kv_pool[:, block_tables[:, block_index], :, tokens % block_size].float()  # [B, L, 2, ...
+    kept = torch.where(written[:, :, None, None, None], kept, 0.0)
+    keys, values = kept.permute(2, 0, 3, 1, 4).reshape(
         2, batch * num_kv_heads, num_tiles, TILE, head_dim
     )
 
@@ -60,4 +65,5 @@ def paged_attention_reference(
         total = total + partial_sums[:, tile]
     output = (output / total)[:, : rows * group]
     output = output.view(batch, num_kv_heads, rows, group, head_dim).transpose(1, 2)
-    return output.reshape(batch, rows, num_heads, head_dim).to(queries.dtype)
+    output = output.reshape(batch, rows, num_heads, head_dim).to(queries.dtype)
+    return output if gate is None else output * sigmoid(gate)

@@ -3,7 +3,11 @@
 import torch
 from torch import Tensor
 
-from outrider.ops.rms_norm.reference import gated_rms_norm_reference, rms_norm_reference
+from outrider.ops.rms_norm.reference import (
+    add_rms_norm_reference,
+    gated_rms_norm_reference,
+    rms_norm_reference,
+)
 
 SUPPORTED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -23,16 +27,33 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, *, zero_centred: bool) -> Te
     return rms_norm_reference(x, weight, eps, zero_centred)
 
 
+def add_rms_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, *, zero_centred: bool
+) -> tuple[Tensor, Tensor]:
+    """(rms_norm(residual + x), residual + x): the sum is rounded to the dtype before the norm.
+
+    Args:
+        x, residual: [R, D], what a layer adds and the stream it adds to.
+        weight: [D].
+
+    Returns:
+        Both [R, D] in x's dtype.
+    """
+    assert x.shape == residual.shape and x.dtype == residual.dtype, (x.shape, residual.shape)
+    assert x.shape[-1] == weight.shape[0] and x.dtype in SUPPORTED_DTYPES, (x.shape, x.dtype)
+    return add_rms_norm_reference(x, residual, weight, eps, zero_centred)
+
+
 def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
     """RMSNorm(x) * weight * silu(gate): the output norm of a gated delta net.
 
     Args:
-        x: [..., D].
-        gate: [..., D], same shape as x.
+        x: [R, heads, D].
+        gate: [R, heads, D]; rows may lie any distance apart, a view into a wider matrix.
         weight: [D], plain.
 
     Returns:
-        [..., D] in gate's dtype.
+        [R, heads, D] in gate's dtype, contiguous.
     """
     assert gate.dtype in SUPPORTED_DTYPES, gate.dtype
     assert x.shape == gate.shape and x.shape[-1] == weight.shape[0], (x.shape, gate.shape)

@@ -19,6 +19,14 @@ def rms_norm_reference(x: Tensor, weight: Tensor, eps: float, zero_centred: bool
     return weight * normed.to(x.dtype)
 
 
+def add_rms_norm_reference(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, zero_centred: bool
+) -> tuple[Tensor, Tensor]:
+    """x, residual [R, D], weight [D] -> normed, sum."""
+    total = residual + x
+    return rms_norm_reference(total, weight, eps, zero_centred), total
+
+
 def gated_rms_norm_reference(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x [..., D], gate [..., D], weight [D] -> [..., D]."""
     normed = weight * _normalised(x, eps).to(gate.dtype)

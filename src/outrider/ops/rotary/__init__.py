@@ -3,9 +3,24 @@
 import torch
 from torch import Tensor
 
-from outrider.ops.rotary.reference import rotary_reference
+from outrider.ops.rotary.reference import rotary_angles_reference, rotary_reference
 
 SUPPORTED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def rotary_angles(
+    positions: Tensor, inverse_frequencies: Tensor, scale: float
+) -> tuple[Tensor, Tensor]:
+    """scale * cos and scale * sin of position * frequency, the P / 2 angles repeated twice.
+
+    Args:
+        positions: [R] int64.
+        inverse_frequencies: [P / 2] float32.
+
+    Returns:
+        cos, sin, each [R, P] float32, contiguous.
+    """
+    return rotary_angles_reference(positions, inverse_frequencies, scale)
 
 
 def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

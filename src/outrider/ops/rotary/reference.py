@@ -4,6 +4,15 @@ import torch
 from torch import Tensor
 
 
+def rotary_angles_reference(
+    positions: Tensor, inverse_frequencies: Tensor, scale: float
+) -> tuple[Tensor, Tensor]:
+    """positions [R], inverse_frequencies [P / 2] -> cos, sin [R, P] float32."""
+    angles = positions.float()[:, None] * inverse_frequencies
+    angles = torch.cat((angles, angles), dim=-1)
+    return angles.cos() * scale, angles.sin() * scale
+
+
 def rotary_reference(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """x [R, heads, D], cos and sin [R, P] -> [R, heads, D]."""
     rotary_dim = cos.shape[-1]
