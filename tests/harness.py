@@ -12,7 +12,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from outrider.batch import Batch, Effects, SlotSetup, Span, SpanResult
+from outrider.batch import Batch, Effects, SlotSetup, Span
 from outrider.config import MAX_SPECULATIVE_TOKENS, EngineConfig, SpeculativeConfig
 from outrider.engine import Engine
 from outrider.layers.rows import AttentionCache, DeltaCache, LayerCache
@@ -20,8 +20,8 @@ from outrider.models.build import Checkpoint, load_target
 from outrider.ops.gated_delta_rule import DeltaState, PendingRecords, delta_replay
 from outrider.output import RequestOutput
 from outrider.params import SamplingParams
-from outrider.runner.inputs import InputBuilder, PassInputs
-from outrider.runner.rounds import Masks
+from outrider.runner.inputs import InputBuilder, PassInputs, round_numbers
+from outrider.runner.rounds import Masks, Submission
 from outrider.runner.slots import SlotTable
 from outrider.runner.storage import StorageSize, allocate_caches
 from outrider.spec.base import Drafter, Frontier
@@ -82,7 +82,9 @@ class TargetDriver:
         checkpoint.close()
         num_blocks = -(-max_len // block_size)
         size = StorageSize(num_blocks + 1, block_size, self.SLOT + 1, MAX_SPECULATIVE_TOKENS + 1)
-        self.caches = allocate_caches(self.target.cache_specs, size, checkpoint.dtype, CPU)
+        self.caches = allocate_caches(
+            self.target.cache_specs, size, checkpoint.dtype, torch.float32, CPU
+        )
         poison(self.caches)
         vocab_size = checkpoint.config.vocab_size
         self.slots = SlotTable(self.SLOT + 1, MAX_SPECULATIVE_TOKENS, 1, vocab_size, max_len, CPU)
@@ -125,8 +127,10 @@ class TargetDriver:
         table.num_committed[slot] = self._length + 1
         table.last_token_ids[slot] = token_ids[0]
         table.draft_token_ids[slot, : num_rows - 1] = torch.tensor(token_ids[1:])
+        table.num_proposed[slot] = num_rows - 1
         span = self._span(num_rows, (), Effects(True, num_rows - 1, False, 0))
-        logits = self._run(self.inputs.rounds([span]))
+        numbers = round_numbers([span], 1, len(self._block_ids))
+        logits = self._run(self.inputs.rounds(numbers, num_rows))
         table.pending.parity[slot] ^= 1
         table.pending.last_num_rows[slot] = num_rows
         table.pending.num_accepted_rows[slot] = num_accepted_rows
@@ -208,14 +212,14 @@ class ScriptedDrafter(Drafter):
 
 def watch_slots(engine: Engine, sequence_in_slot: dict[int, int]) -> None:
     """Keep the map from slot to sequence id up to date from now on."""
-    execute = engine.runner.execute
+    submit = engine.runner.submit
 
-    def watched(batch: Batch, masks: Masks | None = None) -> list[SpanResult]:
+    def watched(batch: Batch, masks: Masks | None = None) -> Submission:
         for span in batch.spans:
             sequence_in_slot[span.slot] = span.sequence_id
-        return execute(batch, masks)
+        return submit(batch, masks)
 
-    engine.runner.execute = watched  # type: ignore[method-assign]
+    engine.runner.submit = watched  # type: ignore[method-assign]
 
 
 def make_engine(

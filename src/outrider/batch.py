@@ -4,7 +4,9 @@ A span says what a row range does by its effects, not by a kind: a prompt chunk,
 prompt, a plain decoding step and a verification are combinations of them.
 """
 
-from dataclasses import dataclass
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
 from enum import IntEnum, StrEnum
 
 from outrider.spec.names import DraftSampling
@@ -60,6 +62,16 @@ class Effects:
     num_prompt_logprobs: int | None = None
     processed_logprobs: bool = False
 
+    @property
+    def verifies_sampled(self) -> bool:
+        """Drafts of this round were drawn from a distribution."""
+        return self.num_drafts > 0 and self.draft_sampling is DraftSampling.SAMPLED
+
+    @property
+    def reports_logprobs(self) -> bool:
+        """Whether log probabilities of emitted tokens are wanted."""
+        return self.num_logprobs is not None
+
 
 @dataclass(frozen=True, slots=True)
 class Span:
@@ -68,12 +80,14 @@ class Span:
     Attributes:
         sequence_id: names the sequence in the result.
         slot: where its device state lives.
-        start: position of the first row. In a round the device uses its own count.
+        start: position of the first row, as far as the host knows it: in a round the device uses
+            its own count.
         num_rows: rows to run.
         token_ids: the rows' tokens for a prompt chunk; empty in a round, whose rows are the last
             token and the drafts, both on the device.
         next_token_id: the token after a chunk that does not end the prompt.
         block_ids: blocks in order of position, covering every position the step may write.
+        max_new_tokens: most tokens that rounds still in flight may have added when this one runs.
     """
 
     sequence_id: int
@@ -84,6 +98,19 @@ class Span:
     next_token_id: int | None
     block_ids: tuple[int, ...]
     effects: Effects
+    max_new_tokens: int = 0
+
+    @property
+    def is_prefill(self) -> bool:
+        """The rows' tokens come from the host."""
+        return bool(self.token_ids)
+
+    @property
+    def num_committed_at_most(self) -> int:
+        """Upper bound of the text's length after this span."""
+        if self.is_prefill:
+            return self.start + self.num_rows + 1
+        return self.start + 1 + self.max_new_tokens + self.num_rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,3 +211,7 @@ class SpanResult:
     proposed_token_ids: tuple[int, ...] = ()
     logprobs: tuple[TokenLogprobs, ...] = ()
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+
+    def with_prompt_logprobs(self, reports: tuple[TokenLogprobs, ...]) -> SpanResult:
+        """A copy that holds these."""
+        return replace(self, prompt_logprobs=reports)

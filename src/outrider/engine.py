@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Sequence as SequenceABC
 from dataclasses import dataclass
 
@@ -21,7 +22,7 @@ from outrider.models.files import resolve_checkpoint
 from outrider.output import OutputBuilder, RequestOutput
 from outrider.params import SamplingParams
 from outrider.request import Sequence, Status
-from outrider.runner.rounds import Masks, Runner, RunnerOptions
+from outrider.runner.rounds import Masks, Runner, RunnerOptions, Submission
 from outrider.runner.storage import StorageSize, kv_bytes_per_token, state_bytes_per_slot
 from outrider.scheduler import Scheduler, SchedulerConfig
 from outrider.spec.base import Drafter
@@ -114,6 +115,8 @@ class Engine:
         self._live: dict[str, _Live] = {}
         self._by_sequence: dict[int, _Output] = {}
         self._num_sequences = 0
+        self._in_flight: deque[Submission] = deque()
+        self._look_ahead = 0 if checkpoint.device.type == "cpu" else 1
 
     def _build_runner(
         self,
@@ -133,6 +136,7 @@ class Engine:
             device=checkpoint.device,
             draft_top_m=1 if spec is None else spec.draft_top_m,
             synthetic_rates=None if spec is None else spec.synthetic_rates,
+            use_graphs=checkpoint.device.type == "cuda",
         )
         try:
             return Runner(target, drafter, options)
@@ -160,14 +164,50 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        return self.scheduler.has_work
+        return self.scheduler.has_work or bool(self._in_flight)
 
     def step(self) -> list[RequestOutput]:
-        """Run one step; returns the requests that gained tokens or ended."""
+        """Run one step; returns the requests that gained tokens or ended.
+
+        With look-ahead a step submits one batch and takes in the results of an earlier one, so that
+        the device always has something to do while the host works.
+        """
         batch = self.scheduler.plan()
-        results = self.runner.execute(batch, self._masks(batch))
+        if batch is not None and batch.spans:
+            self._submit(batch)
+            if len(self._in_flight) <= self._look_ahead:
+                return []
         changed: dict[str, _Live] = {}
-        for span, result in zip(batch.spans, results, strict=True):
+        self._commit_oldest(changed)
+        while self._in_flight and not self.scheduler.has_work:  # nobody is left to plan for
+            self._commit_oldest(changed)
+        return self._emit(changed)
+
+    def _submit(self, batch: Batch) -> None:
+        try:
+            submission = self.runner.submit(batch, self._masks(batch))
+        except BaseException:  # an interrupt, too, must leave nothing in flight that never returns
+            self.scheduler.forget(batch)
+            raise
+        self._in_flight.append(submission)
+
+    def _commit_oldest(self, changed: dict[str, _Live]) -> None:
+        """Take in the results of the oldest batch in flight."""
+        if not self._in_flight:
+            return
+        submission = self._in_flight.popleft()
+        try:
+            self._commit(submission, changed)
+        except BaseException:
+            self.scheduler.forget(submission.batch)
+            raise
+
+    def _commit(self, submission: Submission, changed: dict[str, _Live]) -> None:
+        results = self.runner.collect(submission)
+        for span, result in zip(submission.batch.spans, results, strict=True):
+            if self.scheduler.has_ended(span):
+                self.scheduler.discard(span)
+                continue
             output = self._by_sequence[span.sequence_id]
             token_ids = output.builder.add(result, span.start)
             self.scheduler.commit(span, result, token_ids, output.builder.finish_reason)
@@ -175,7 +215,6 @@ class Engine:
                 output.matcher.advance(token_ids)
             if token_ids:
                 changed[output.request.request_id] = output.request
-        return self._emit(changed)
 
     def check_request(self, prompt_token_ids: SequenceABC[int], params: SamplingParams) -> None:
         """Raise what add_request would raise of the prompt and the parameters; queue nothing."""

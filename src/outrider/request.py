@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from enum import Enum
 
-from outrider.batch import NO_RULES, FinishReason, LogitRules, Tier
+from outrider.batch import NO_RULES, FinishReason, LogitRules, Span, Tier
 from outrider.params import SamplingParams
 from outrider.spec.names import DraftSampling
 
@@ -30,6 +30,11 @@ class Request:
     tier: Tier = Tier.SAMPLED
     output_index: int = 0
 
+    @property
+    def needs_drafts_on_host(self) -> bool:
+        """A grammar's masks are made from the drafts that the coming round verifies."""
+        return self.params.grammar is not None
+
 
 class Status(Enum):
     """Where a sequence stands."""
@@ -49,7 +54,9 @@ class Sequence:
         num_prefill: tokens that the current prefill has to cover; the prompt, or after a
             preemption everything committed so far.
         num_computed: positions whose keys, values and recurrent state stand.
-        proposed_token_ids: drafts waiting on the device.
+        num_submitted: how far spans have been submitted of the prefill.
+        proposed_token_ids: drafts waiting on the device, as of the newest result.
+        in_flight: spans submitted whose results have not come yet, oldest first.
     """
 
     sequence_id: int
@@ -60,11 +67,34 @@ class Sequence:
     slot: int | None = None
     num_prefill: int = 0
     num_computed: int = 0
+    num_submitted: int = 0
     proposed_token_ids: tuple[int, ...] = ()
+    in_flight: list[Span] = field(default_factory=list[Span])
 
     @property
     def num_committed(self) -> int:
         return len(self.request.prompt_token_ids) + len(self.output_token_ids)
+
+    @property
+    def num_committed_at_least(self) -> int:
+        """Tokens of the text once everything in flight has ended: each round emits one or more.
+
+        Exact where nothing is in flight, and short where a round ended the text.
+        """
+        return self.num_committed + sum(span.effects.samples for span in self.in_flight)
+
+    @property
+    def max_new_tokens(self) -> int:
+        """Most tokens that the spans in flight may add."""
+        sampling = (span for span in self.in_flight if span.effects.samples)
+        return sum(span.effects.num_drafts + 1 for span in sampling)
+
+    @property
+    def num_proposed(self) -> int:
+        """Drafts that the next round may find, an upper bound while something is in flight."""
+        if self.in_flight:
+            return self.in_flight[-1].effects.num_drafts_next
+        return len(self.proposed_token_ids)
 
     @property
     def wants_prompt_logprobs(self) -> bool:

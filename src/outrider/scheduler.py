@@ -4,11 +4,15 @@ Rounds of running sequences come first and all of them run. The prompt budget is
 the first sequence that cannot be served ends the pass, so nobody is overtaken for ever. When a
 running sequence cannot get a block, the youngest one gives up its place and is prefilled again
 later; the law of its text does not change.
+
+A step may be planned while the results of earlier ones are still to come. Then a sequence's length
+is known between bounds: blocks are reserved for the upper one, and the device, which knows the
+truth, does what there is room for. What needs the truth on the host waits for it.
 """
 
 from __future__ import annotations
 
-from bisect import insort
+from bisect import bisect_left, insort
 from dataclasses import dataclass, replace
 
 from outrider.batch import Batch, Effects, FinishReason, SlotSetup, Span, SpanResult
@@ -45,31 +49,56 @@ class Scheduler:
         self.num_preemptions = 0
         self._waiting: list[Sequence] = []
         self._running: list[Sequence] = []  # oldest first
+        self._ending: dict[int, Sequence] = {}  # ended, and still in flight
 
     @property
     def has_work(self) -> bool:
         return bool(self._waiting or self._running)
+
+    @property
+    def is_in_flight(self) -> bool:
+        """Whether results of a submitted span are still to come."""
+        return bool(self._ending) or any(sequence.in_flight for sequence in self._running)
 
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence behind those that arrived before it."""
         insort(self._waiting, sequence, key=_by_arrival)
 
     def finish(self, sequence: Sequence, reason: FinishReason) -> None:
-        """End a sequence now and free what it holds."""
+        """End a sequence now; what it holds is freed once nothing of it is in flight."""
         if sequence.status is Status.WAITING:
             self._waiting.remove(sequence)
         else:
             self._running.remove(sequence)
-            self.cache.release(sequence.sequence_id)
+            if sequence.in_flight:
+                self._ending[sequence.sequence_id] = sequence
+            else:
+                self.cache.release(sequence.sequence_id)
         sequence.status, sequence.finish_reason, sequence.slot = Status.FINISHED, reason, None
 
-    def plan(self) -> Batch:
-        """Choose the rows of the next step and reserve every position they may write."""
+    def plan(self) -> Batch | None:
+        """Choose the rows of the next step and reserve every position they may write.
+
+        Returns:
+            None where the results in flight must be known first; nothing has been submitted then.
+        """
+        if any(s.request.needs_drafts_on_host and s.in_flight for s in self._running):
+            return None
         num_preemptions = self.num_preemptions
         rounds = self._plan_rounds()
+        if rounds is None:
+            return None
         # Memory was just short: let it settle before somebody new, or the same one, takes it.
         setups, prefill = self._plan_prefill(may_admit=num_preemptions == self.num_preemptions)
-        return Batch(setups, prefill, rounds)
+        batch = Batch(setups, prefill, rounds)
+        for span in batch.spans:
+            sequence = self.sequence(span.sequence_id)
+            sequence.in_flight.append(span)
+            if span.is_prefill:
+                sequence.num_submitted = span.start + span.num_rows
+            if span.effects.samples:
+                sequence.status = Status.DECODING
+        return batch
 
     def commit(
         self,
@@ -78,26 +107,50 @@ class Scheduler:
         token_ids: tuple[int, ...],
         finish_reason: FinishReason | None,
     ) -> None:
-        """Take over what a span did.
+        """Take over what the oldest span in flight of a sequence did.
 
         Args:
             token_ids: the result's tokens, or fewer where a stop string cut them.
             finish_reason: set when the sequence ends with these tokens.
         """
         sequence = self.sequence(span.sequence_id)
-        advanced = len(token_ids) if sequence.status is Status.DECODING else span.num_rows
+        assert sequence.in_flight[0] is span, "results come in the order of submission"
+        del sequence.in_flight[0]
+        advanced = span.num_rows if span.is_prefill else len(token_ids)
         sequence.num_computed += advanced
         sequence.proposed_token_ids = result.proposed_token_ids
         sequence.output_token_ids.extend(token_ids)
         self.cache.commit(sequence.sequence_id, advanced)
-        if span.effects.samples:
-            sequence.status = Status.DECODING
         if finish_reason is not None:
             self.finish(sequence, finish_reason)
 
+    def discard(self, span: Span) -> None:
+        """Forget what a span of an ended sequence did, and free it with its last one."""
+        sequence = self._ending[span.sequence_id]
+        sequence.in_flight.remove(span)
+        if not sequence.in_flight:
+            del self._ending[span.sequence_id]
+            self.cache.release(span.sequence_id)
+
+    def forget(self, batch: Batch) -> None:
+        """Take a batch's spans out of flight, whose results will never come."""
+        for span in batch.spans:
+            if self.has_ended(span):
+                self.discard(span)
+            for sequence in self._running:
+                if span in sequence.in_flight:
+                    sequence.in_flight.remove(span)
+
+    def has_ended(self, span: Span) -> bool:
+        """Whether the span's sequence ended while it was in flight."""
+        return span.sequence_id in self._ending
+
     def sequence(self, sequence_id: int) -> Sequence:
         """The running sequence of that id."""
-        return next(s for s in self._running if s.sequence_id == sequence_id)
+        place = bisect_left(self._running, sequence_id, key=_by_arrival)
+        sequence = self._running[place]
+        assert sequence.sequence_id == sequence_id, f"sequence {sequence_id} does not run"
+        return sequence
 
     def _wanted_drafts(self, sequence: Sequence) -> int:
         params, most = sequence.request.params, self.config.num_speculative_tokens
@@ -107,7 +160,8 @@ class Scheduler:
 
     def _positions_needed(self, sequence: Sequence, num_rows: int, num_drafts_next: int) -> int:
         """Positions written by a round of num_rows rows that then proposes num_drafts_next."""
-        bound = sequence.num_committed - 1 + num_rows + max(num_drafts_next - 1, 0)
+        most = sequence.num_committed + sequence.max_new_tokens
+        bound = most - 1 + num_rows + max(num_drafts_next - 1, 0)
         return min(bound, sequence.request.length_limit)
 
     def _effects(self, sequence: Sequence, num_drafts: int) -> Effects:
@@ -119,28 +173,34 @@ class Scheduler:
             samples=True,
             num_drafts=num_drafts,
             feeds_draft=feeds_draft,
-            num_drafts_next=num_drafts_to_propose(wanted, sequence.num_committed, limit),
+            num_drafts_next=num_drafts_to_propose(wanted, sequence.num_committed_at_least, limit),
             tier=request.tier,
             draft_sampling=request.draft_sampling,
             num_logprobs=request.params.logprobs,
             processed_logprobs=request.params.logprobs_mode == "processed",
         )
 
-    def _plan_rounds(self) -> tuple[Span, ...]:
+    def _plan_rounds(self) -> tuple[Span, ...] | None:
+        """None where memory is short and results in flight may still free some."""
         spans: list[Span] = []
         for sequence in list(self._running):  # oldest first
             if sequence.status is not Status.DECODING:
                 continue  # still prefilling, or preempted for an older one just now
             limit = sequence.request.length_limit
+            if sequence.num_committed_at_least >= limit:
+                continue  # what is in flight ends it
             num_drafts = num_drafts_to_verify(
-                min(len(sequence.proposed_token_ids), self._wanted_drafts(sequence)),
-                sequence.num_committed,
+                min(sequence.num_proposed, self._wanted_drafts(sequence)),
+                sequence.num_committed_at_least,
                 limit,
             )
             effects = self._effects(sequence, num_drafts)
             needed = self._positions_needed(sequence, num_drafts + 1, effects.num_drafts_next)
-            if not self._reserve(sequence, needed):
-                continue
+            if not self.cache.reserve(sequence.sequence_id, needed):
+                if self.is_in_flight:
+                    return None
+                if not self._make_room(sequence, needed):
+                    continue
             assert sequence.slot is not None
             spans.append(
                 Span(
@@ -152,11 +212,12 @@ class Scheduler:
                     next_token_id=None,
                     block_ids=self.cache.block_ids(sequence.sequence_id),
                     effects=effects,
+                    max_new_tokens=sequence.max_new_tokens,
                 )
             )
         return tuple(spans)
 
-    def _reserve(self, sequence: Sequence, num_positions: int) -> bool:
+    def _make_room(self, sequence: Sequence, num_positions: int) -> bool:
         """Reserve for a running sequence; younger ones give way, and at the last itself."""
         while not self.cache.reserve(sequence.sequence_id, num_positions):
             victim = self._running[-1]
@@ -169,7 +230,8 @@ class Scheduler:
         self._running.remove(sequence)
         self.cache.release(sequence.sequence_id)
         sequence.status, sequence.slot = Status.WAITING, None
-        sequence.num_computed, sequence.proposed_token_ids = 0, ()
+        sequence.num_computed = sequence.num_submitted = 0
+        sequence.proposed_token_ids = ()
         self.num_preemptions += 1
         self.add(sequence)
 
@@ -184,7 +246,7 @@ class Scheduler:
                 if end == 0 or not self._admit(sequence):
                     break
                 setups.append(_setup(sequence))
-            start = sequence.num_computed
+            start = sequence.num_submitted
             end = self._chunk_end(start, sequence.num_prefill, budget)
             if end == start:
                 break

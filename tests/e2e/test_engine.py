@@ -15,14 +15,14 @@ import tokenizers
 import torch
 from tokenizers import decoders, models
 
-from outrider.batch import Batch, FinishReason, SpanResult
+from outrider.batch import Batch, FinishReason
 from outrider.config import EngineConfig, SpeculativeConfig
 from outrider.engine import Engine
 from outrider.errors import CapacityError, CheckpointError, ConfigError, OutriderError, RequestError
 from outrider.llm import LLM
 from outrider.output import RequestOutput
 from outrider.params import SamplingParams
-from outrider.runner.rounds import Masks
+from outrider.runner.rounds import Masks, Submission
 from outrider.tokenizer import Tokenizer
 from tests.checkpoints import TinyShape
 from tests.harness import ScriptedDrafter, make_engine, random_tokens, run_requests, tokens_of
@@ -59,13 +59,13 @@ def greedy(**options: Any) -> SamplingParams:
 def watch_batches(engine: Engine) -> list[Batch]:
     """Every batch that the engine runs from now on."""
     batches: list[Batch] = []
-    execute = engine.runner.execute
+    submit = engine.runner.submit
 
-    def watched(batch: Batch, masks: Masks | None = None) -> list[SpanResult]:
+    def watched(batch: Batch, masks: Masks | None = None) -> Submission:
         batches.append(batch)
-        return execute(batch, masks)
+        return submit(batch, masks)
 
-    engine.runner.execute = watched  # type: ignore[method-assign]
+    engine.runner.submit = watched  # type: ignore[method-assign]
     return batches
 
 

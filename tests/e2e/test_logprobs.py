@@ -17,11 +17,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from outrider.batch import Batch, LogitRules, SpanResult, TokenLogprobs
+from outrider.batch import Batch, LogitRules, TokenLogprobs
 from outrider.engine import Engine
 from outrider.output import Completion, RequestOutput
 from outrider.params import SamplingParams
-from outrider.runner.rounds import Masks
+from outrider.runner.rounds import Masks, Submission
 from outrider.spec.base import Drafter, Frontier
 from outrider.spec.choose import Proposal
 from tests.checkpoints import TinyShape, write_qwen3_5
@@ -375,13 +375,13 @@ def test_a_prompt_of_several_outputs_is_reported_once(model: Model) -> None:
 def watch(engine: Engine) -> list[Batch]:
     """Every batch from now on."""
     batches: list[Batch] = []
-    execute = engine.runner.execute
+    submit = engine.runner.submit
 
-    def watched(batch: Batch, masks: Masks | None = None) -> list[SpanResult]:
+    def watched(batch: Batch, masks: Masks | None = None) -> Submission:
         batches.append(batch)
-        return execute(batch, masks)
+        return submit(batch, masks)
 
-    engine.runner.execute = watched  # type: ignore[method-assign]
+    engine.runner.submit = watched  # type: ignore[method-assign]
     return batches
 
 

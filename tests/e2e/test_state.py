@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from outrider.batch import Batch
 from outrider.engine import Engine
 from outrider.layers.rows import AttentionCache, DeltaCache
 from outrider.params import SamplingParams
@@ -167,6 +168,12 @@ def test_garbage_counts_are_clamped_to_the_last_rounds_rows(
         check_against_plain(engine, plain)
 
 
+def next_batch(engine: Engine) -> Batch:
+    batch = engine.scheduler.plan()
+    assert batch is not None and batch.rounds
+    return batch
+
+
 def held_by(engine: Engine, slots: Sequence[int]) -> list[torch.Tensor]:
     """Copies of all per-slot storage of the slots."""
     held: list[torch.Tensor] = []
@@ -232,7 +239,7 @@ def test_a_slot_marked_finished_is_inert_on_the_device(
         tensor[slot].clone()
         for tensor in (table.num_committed, table.last_token_ids, *vars(table.pending).values())
     ]
-    engine.runner.execute(engine.scheduler.plan())
+    engine.runner.submit(next_batch(engine))
     after = [
         tensor[slot]
         for tensor in (table.num_committed, table.last_token_ids, *vars(table.pending).values())
@@ -256,6 +263,6 @@ def test_a_slot_that_finished_at_its_length_is_inert_on_the_device(
     table.finished[slot] = True
     table.length_limits[slot] = table.num_committed[slot]
     before = held_by(engine, [slot])  # type: ignore[list-item]
-    engine.runner.execute(engine.scheduler.plan())
+    engine.runner.submit(next_batch(engine))
     after = held_by(engine, [slot])  # type: ignore[list-item]
     assert all(torch.equal(was, now) for was, now in zip(before, after, strict=True))

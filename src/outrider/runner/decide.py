@@ -9,7 +9,7 @@ from torch import Tensor
 
 from outrider.batch import Tier
 from outrider.ops.philox import Purpose, race_times, uniforms
-from outrider.runner.inputs import PassInputs
+from outrider.runner.inputs import PassInputs, Work
 from outrider.runner.slots import SlotTable
 from outrider.sampling.arrays import SamplingArrays
 from outrider.sampling.rules import BlockContext
@@ -55,7 +55,9 @@ class Decider:
         self._table = table
         self._synthetic_rates = synthetic_rates
 
-    def decide(self, inputs: PassInputs, logits: Tensor, masks: Tensor | None) -> Decision:
+    def decide(
+        self, inputs: PassInputs, work: Work, logits: Tensor, masks: Tensor | None
+    ) -> Decision:
         """
         Args:
             logits: [S, T, V].
@@ -64,12 +66,10 @@ class Decider:
         table, slots = self._table, inputs.slots
         batch, rows, vocab_size = logits.shape
         num_committed = table.num_committed[slots]
-        effects = [span.effects for span in inputs.sampling_spans]
         ruled = logits
-        tier = max(effect.tier for effect in effects)
-        if tier is Tier.FULL:
+        if work.tier is Tier.FULL:
             context = BlockContext(
-                table.history(slots),
+                table.history(slots, work.history_len),
                 num_committed,
                 inputs.draft_token_ids,
                 table.stop_token_ids.values[slots],
@@ -82,17 +82,13 @@ class Decider:
             ruled.view(-1, vocab_size),
             by_row,
             drawn_at.flatten(),
-            all_greedy=tier is Tier.GREEDY,
+            all_greedy=work.tier is Tier.GREEDY,
         )
         sampled = sampled.view(batch, rows)
 
         num_accepted = accept_matching(sampled, inputs.draft_token_ids, inputs.num_drafts)
         own = sampled.gather(1, num_accepted[:, None])[:, 0]
-        uses_block = any(
-            effect.draft_sampling is DraftSampling.SAMPLED and effect.num_drafts > 0
-            for effect in effects
-        )
-        if uses_block:
+        if work.verifies_sampled:
             probs = target_probs(ruled.view(-1, vocab_size), by_row).view(logits.shape)
             block_accepted, block_own = self._block(inputs, probs, sampled)
             is_block = table.draft_modes[slots] == MODES.index(DraftSampling.SAMPLED)
@@ -114,7 +110,10 @@ class Decider:
             table.length_limits[slots],
             table.stop_token_ids.values[slots],
         )
-        return Decision(num_accepted, outcome, logits, ruled, by_row)
+        live = ~table.finished[slots]
+        return Decision(
+            torch.where(live, num_accepted, 0), _of_live(outcome, live), logits, ruled, by_row
+        )
 
     def _block(self, inputs: PassInputs, probs: Tensor, sampled: Tensor) -> tuple[Tensor, Tensor]:
         """num_accepted and the round's own token [S] under the rule `block`."""
@@ -135,3 +134,13 @@ class Decider:
         # After a whole block the token is the target's own draw, as without speculation.
         bonus = sampled.gather(1, num_accepted[:, None])[:, 0]
         return num_accepted, torch.where(num_accepted < inputs.num_drafts, redrawn, bonus)
+
+
+def _of_live(outcome: RoundOutcome, live: Tensor) -> RoundOutcome:
+    """A slot that has finished emits nothing, and does not finish again."""
+    return RoundOutcome(
+        outcome.token_ids,
+        torch.where(live, outcome.num_emitted, 0),
+        outcome.stopped & live,
+        outcome.at_limit & live,
+    )

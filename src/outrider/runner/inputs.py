@@ -8,9 +8,37 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from outrider.batch import NULL_BLOCK, Span
+from outrider.batch import NULL_BLOCK, NULL_SLOT, Span, Tier
 from outrider.layers.rows import RowBatch, RowGroup
-from outrider.runner.slots import SlotTable
+from outrider.runner.slots import SlotTable, to_device
+from outrider.spec.names import DraftSampling
+
+NUM_ROUND_COLUMNS = 3
+"""Columns of a round's host numbers before the block table: slot, drafts to verify, wanted next."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a pass has to do, as far as the host decides it.
+
+    Two rounds of equal shape and equal work are the same operations on other numbers, which is what
+    a CUDA graph can replay.
+
+    Attributes:
+        tier: what turns the logits into tokens.
+        draft_modes: how the tokens for the next round are drawn.
+        verifies_sampled: the round's own drafts were drawn from a distribution.
+        feeds_draft: the draft sees the rows.
+        max_drafts_next: most tokens to propose.
+        history_len: columns of the texts that somebody may read, an upper bound.
+    """
+
+    tier: Tier
+    draft_modes: frozenset[DraftSampling]
+    verifies_sampled: bool
+    feeds_draft: bool
+    max_drafts_next: int
+    history_len: int
 
 
 @dataclass(frozen=True)
@@ -23,11 +51,11 @@ class PassInputs:
     Attributes:
         token_ids: [R] int64.
         next_token_ids: [R] int64, the token after each row as far as it is known before the round.
-        sampling_spans: the S spans, in the order of the tensors below.
         slots: [S] int64.
         block_tables: [S, M] int64.
         first_verified: [S] int64, flat row of the first verified row.
         num_drafts: [S] int64, valid drafts, at most T - 1.
+        num_wanted: [S] int64, drafts to propose.
         draft_token_ids: [S, T - 1] int64.
         is_round: the rows come from the device and leave records behind.
     """
@@ -35,13 +63,18 @@ class PassInputs:
     token_ids: Tensor
     next_token_ids: Tensor
     rows: RowBatch
-    sampling_spans: tuple[Span, ...]
     slots: Tensor
     block_tables: Tensor
     first_verified: Tensor
     num_drafts: Tensor
+    num_wanted: Tensor
     draft_token_ids: Tensor
     is_round: bool
+
+    @property
+    def num_sampling(self) -> int:
+        """S."""
+        return self.slots.shape[0]
 
     @property
     def num_verified(self) -> int:
@@ -64,6 +97,23 @@ def kv_index(block_tables: Tensor, positions: Tensor, kept: Tensor, block_size: 
     return torch.where(kept, index, NULL_BLOCK * block_size).flatten()
 
 
+def round_numbers(spans: Sequence[Span], num_rows: int, width: int) -> Tensor:
+    """What the host says of a round: [num_rows, 3 + width] int64 on the CPU.
+
+    Args:
+        num_rows: at least one for each span; the rest name the null slot, which is inert.
+        width: columns of the block tables.
+    """
+    numbers = torch.zeros((num_rows, NUM_ROUND_COLUMNS + width), dtype=torch.int64)
+    numbers[:, 0] = NULL_SLOT
+    lists = numbers.numpy()
+    for row, span in enumerate(spans):
+        effects = span.effects
+        lists[row, :NUM_ROUND_COLUMNS] = (span.slot, effects.num_drafts, effects.num_drafts_next)
+        lists[row, NUM_ROUND_COLUMNS : NUM_ROUND_COLUMNS + len(span.block_ids)] = span.block_ids
+    return numbers
+
+
 class InputBuilder:
     """Builds passes for one slot table."""
 
@@ -74,7 +124,7 @@ class InputBuilder:
         self._device = slots.num_committed.device
 
     def _tensor(self, values: Sequence[int] | Sequence[Sequence[int]]) -> Tensor:
-        return torch.tensor(values, dtype=torch.int64, device=self._device)
+        return to_device(values, torch.int64, self._device)
 
     def _block_tables(self, spans: Sequence[Span]) -> Tensor:
         width = max(len(span.block_ids) for span in spans)
@@ -113,7 +163,7 @@ class InputBuilder:
             next_token_ids += [*span.token_ids[1:], span.next_token_id or 0]
             if span.effects.samples:
                 last_rows.append(len(token_ids) - 1)
-        sampling = tuple(span for span in spans if span.effects.samples)
+        sampling = [span for span in spans if span.effects.samples]
         positions = [span.start + row for span in spans for row in range(span.num_rows)]
         none = torch.zeros((len(sampling), 0), dtype=torch.int64, device=self._device)
         return PassInputs(
@@ -122,11 +172,11 @@ class InputBuilder:
             rows=RowBatch(
                 tuple(groups), self._tensor(positions), torch.cat(places), self._slots.pending
             ),
-            sampling_spans=sampling,
             slots=self._tensor([span.slot for span in sampling]),
             block_tables=self._block_tables(sampling) if sampling else none,
             first_verified=self._tensor(last_rows),
             num_drafts=self._tensor([0] * len(sampling)),
+            num_wanted=self._tensor([span.effects.num_drafts_next for span in sampling]),
             draft_token_ids=none,
             is_round=False,
         )
@@ -136,27 +186,36 @@ class InputBuilder:
         inner = range((span.start // grid + 1) * grid, end, grid)
         return (*(position - span.start for position in inner), span.num_rows)
 
-    def rounds(self, spans: Sequence[Span]) -> PassInputs:
-        """The newest token and the drafts of every sequence, as one rectangle of rows."""
+    def rounds(self, numbers: Tensor, num_verified: int) -> PassInputs:
+        """The newest token and the drafts of every sequence, as one rectangle of rows.
+
+        The device decides what is true by now: a slot that has finished runs no row, and there are
+        no more drafts to verify than were proposed and than the text has room for.
+
+        Args:
+            numbers: see `round_numbers`, on the device.
+            num_verified: T.
+        """
         table = self._slots
-        slots = self._tensor([span.slot for span in spans])
-        num_drafts = self._tensor([span.effects.num_drafts for span in spans])
-        num_verified = max(span.num_rows for span in spans)
+        slots = numbers[:, 0].contiguous()
+        block_tables = numbers[:, NUM_ROUND_COLUMNS:].contiguous()
+        num_committed = table.num_committed[slots]
+        room = table.length_limits[slots] - num_committed - 1
+        num_drafts = torch.minimum(numbers[:, 1], table.num_proposed[slots])
+        num_drafts = torch.minimum(num_drafts, room).clamp(min=0)
         drafts = table.draft_token_ids[slots, : num_verified - 1]
         token_ids = torch.cat((table.last_token_ids[slots][:, None], drafts), dim=1)
-        starts = table.num_committed[slots] - 1
-        block_tables = self._block_tables(spans)
         num_rows = torch.where(table.finished[slots], 0, num_drafts + 1)
-        rows = self.rectangle(slots, starts, num_rows, num_verified, block_tables)
+        rows = self.rectangle(slots, num_committed - 1, num_rows, num_verified, block_tables)
         return PassInputs(
             token_ids=token_ids.flatten(),
             next_token_ids=torch.nn.functional.pad(drafts, (0, 1)).flatten(),
             rows=rows,
-            sampling_spans=tuple(spans),
             slots=slots,
             block_tables=block_tables,
-            first_verified=torch.arange(len(spans), device=self._device) * num_verified,
+            first_verified=torch.arange(len(slots), device=self._device) * num_verified,
             num_drafts=num_drafts,
+            num_wanted=numbers[:, 2].contiguous(),
             draft_token_ids=drafts,
             is_round=True,
         )

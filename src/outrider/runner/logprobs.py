@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
-from outrider.batch import TokenLogprobs
+from outrider.batch import Span, TokenLogprobs
+from outrider.runner.decide import Decision
 from outrider.sampling.arrays import SamplingArrays
 from outrider.sampling.sampler import target_probs
 
@@ -43,3 +46,42 @@ def describe(logprobs: Tensor, token_ids: Tensor, num_top: int) -> tuple[TokenLo
             token_ids.tolist(), chosen[:, 0].tolist(), ranks.tolist(), tops, strict=True
         )
     )
+
+
+def prompt_logprobs(
+    span: Span, logits: Tensor, next_token_ids: Tensor, sampling: SamplingArrays
+) -> tuple[TokenLogprobs, ...]:
+    """About the token after each of a chunk's rows: logits [R, V], next_token_ids [R]."""
+    assert span.effects.num_prompt_logprobs is not None, span
+    scores = raw_logprobs(logits)
+    if span.effects.processed_logprobs:
+        slots = torch.full((logits.shape[0],), span.slot, device=logits.device)
+        scores = processed_logprobs(logits, sampling.gather(slots))
+    return describe(scores, next_token_ids, span.effects.num_prompt_logprobs)
+
+
+def emitted_logprobs(
+    spans: Sequence[Span], decision: Decision
+) -> dict[int, tuple[TokenLogprobs, ...]]:
+    """By sequence id, for the spans that ask; waits for the device where one does."""
+    return {
+        span.sequence_id: _emitted(span, decision, index, int(decision.outcome.num_emitted[index]))
+        for index, span in enumerate(spans)
+        if span.effects.num_logprobs is not None
+    }
+
+
+def _emitted(
+    span: Span, decision: Decision, index: int, num_emitted: int
+) -> tuple[TokenLogprobs, ...]:
+    assert span.effects.num_logprobs is not None, span
+    if span.effects.processed_logprobs:
+        num_rows = decision.logits.shape[1]
+        rows = torch.arange(num_emitted, device=decision.logits.device) + index * num_rows
+        scores = processed_logprobs(
+            decision.ruled_logits[index, :num_emitted], decision.by_row.gather(rows)
+        )
+    else:
+        scores = raw_logprobs(decision.logits[index, :num_emitted])
+    tokens = decision.outcome.token_ids[index, :num_emitted]
+    return describe(scores, tokens, span.effects.num_logprobs)

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from outrider.batch import Batch, FinishReason, Span, SpanResult, TokenLogprobs
+from outrider.batch import Batch, Span, SpanResult, Tier, TokenLogprobs
 from outrider.layers.rows import LayerCache, RowBatch
 from outrider.models.base import CausalLM, TargetOutput
 from outrider.runner.decide import Decider, Decision
-from outrider.runner.inputs import InputBuilder, PassInputs
-from outrider.runner.logprobs import describe, processed_logprobs, raw_logprobs
+from outrider.runner.graphs import RoundGraphs, RoundKey
+from outrider.runner.inputs import InputBuilder, PassInputs, Work, round_numbers
+from outrider.runner.logprobs import emitted_logprobs, prompt_logprobs
+from outrider.runner.results import PassReport, ResultLayout, pack_results
 from outrider.runner.slots import SlotTable
 from outrider.runner.storage import StorageSize, allocate_caches
 from outrider.spec.base import Drafter, Frontier
@@ -31,6 +32,8 @@ class RunnerOptions:
     Attributes:
         draft_top_m: most ids that a sampled draft's distribution keeps.
         synthetic_rates: for benchmarks, probability that drafts 1 .. i are all accepted.
+        state_dtype: storage type of recurrent states.
+        use_graphs: replay rounds as CUDA graphs.
     """
 
     size: StorageSize
@@ -40,6 +43,22 @@ class RunnerOptions:
     device: torch.device
     draft_top_m: int
     synthetic_rates: tuple[float, ...] | None = None
+    state_dtype: torch.dtype = torch.float32
+    use_graphs: bool = False
+
+
+@dataclass(frozen=True)
+class Submission:
+    """A batch that the device works on.
+
+    Attributes:
+        reports: what comes back of each pass.
+        prompt_logprobs: by sequence id.
+    """
+
+    batch: Batch
+    reports: tuple[PassReport, ...]
+    prompt_logprobs: dict[int, tuple[TokenLogprobs, ...]] = field(default_factory=dict)
 
 
 class Runner:
@@ -58,78 +77,162 @@ class Runner:
             options.max_model_len,
             device,
         )
-        self.target_caches = allocate_caches(target.cache_specs, size, options.dtype, device)
+        self.target_caches = self._allocate(target.cache_specs)
         self.draft_caches: tuple[LayerCache, ...] = ()
         if drafter is not None:
-            self.draft_caches = allocate_caches(drafter.cache_specs, size, options.dtype, device)
+            self.draft_caches = self._allocate(drafter.cache_specs)
             drafter.bind(self.draft_caches)
         self._inputs = InputBuilder(self.slots, size.block_size, options.prefill_grid)
         rates = options.synthetic_rates
         self._decider = Decider(
             self.slots, None if rates is None else torch.tensor(rates, device=device)
         )
+        self._graphs = RoundGraphs(self._replayable_round, device) if options.use_graphs else None
+
+    def _allocate(self, specs: Sequence[object]) -> tuple[LayerCache, ...]:
+        options = self.options
+        return allocate_caches(
+            specs,  # pyright: ignore[reportArgumentType]
+            options.size,
+            options.dtype,
+            options.state_dtype,
+            options.device,
+        )
 
     @torch.inference_mode()
-    def execute(self, batch: Batch, masks: Masks | None = None) -> list[SpanResult]:
-        """Run a batch; one result for each of its spans, in the order of batch.spans."""
+    def submit(self, batch: Batch, masks: Masks | None = None) -> Submission:
+        """Put a batch on the device's queue; does not wait for it.
+
+        What a round reads of its sequences (counts, drafts) is on the device, so that the next
+        batch may be submitted before this one has ended.
+        """
         for setup in batch.setups:
             self.slots.set_up(setup)
-        results: list[SpanResult] = []
+        reports: list[PassReport] = []
+        prompts: dict[int, tuple[TokenLogprobs, ...]] = {}
         if batch.prefill:
             inputs = self._inputs.prefill(batch.prefill)
-            results += self._run_pass(batch.prefill, inputs, masks or {})
+            work = self._work(batch.prefill, is_round=False)
+            output = self._target_pass(inputs)
+            prompts = self._prompt_logprobs(batch.prefill, inputs, output)
+            sampling = tuple(span for span in batch.prefill if span.effects.samples)
+            if sampling:
+                reports.append(self._speculate(sampling, inputs, work, output, masks or {}))
+            else:
+                self._feed(inputs, work, output, inputs.next_token_ids)
         if batch.rounds:
-            inputs = self._inputs.rounds(batch.rounds)
-            results += self._run_pass(batch.rounds, inputs, masks or {})
-        return results
+            reports.append(self._round(batch.rounds, masks or {}))
+        return Submission(batch, tuple(reports), prompts)
 
-    def _run_pass(
-        self, spans: Sequence[Span], inputs: PassInputs, masks: Masks
-    ) -> list[SpanResult]:
-        layers = () if self.drafter is None else self.drafter.taps.layers
-        output = self.target(inputs.token_ids, inputs.rows, self.target_caches, layers)
-        prompt_logprobs = self._prompt_logprobs(spans, inputs, output)
-        sampled: dict[int, SpanResult] = {}
-        if inputs.sampling_spans:
-            decision = self._decide(inputs, output, masks)
-            self._commit(inputs, decision)
-            proposal = self._draft(spans, inputs, output, decision)
-            sampled = _results(inputs, decision, proposal)
-        else:
-            self._feed(spans, inputs, output, inputs.next_token_ids)
+    def collect(self, submission: Submission) -> list[SpanResult]:
+        """Wait for a batch; one result for each of its spans, in the order of batch.spans."""
+        results: dict[int, SpanResult] = {}
+        for report in submission.reports:
+            results.update(report.results())
+        for sequence_id, reports in submission.prompt_logprobs.items():
+            result = results.get(sequence_id, SpanResult(sequence_id))
+            results[sequence_id] = result.with_prompt_logprobs(reports)
         return [
-            _with_prompt(
-                sampled.get(span.sequence_id, SpanResult(span.sequence_id)),
-                prompt_logprobs.get(span.sequence_id, ()),
-            )
-            for span in spans
+            results.get(span.sequence_id, SpanResult(span.sequence_id))
+            for span in submission.batch.spans
         ]
 
-    def _decide(self, inputs: PassInputs, output: TargetOutput, masks: Masks) -> Decision:
-        shape = (len(inputs.sampling_spans), inputs.num_verified)
-        offsets = torch.arange(shape[1], device=inputs.first_verified.device)
-        rows = inputs.first_verified[:, None] + offsets
-        logits = self.target.logits(output.hidden[rows.flatten()]).view(*shape, -1)
-        return self._decider.decide(inputs, logits, _stack_masks(inputs, masks, logits.shape[-1]))
+    def _work(self, spans: Sequence[Span], *, is_round: bool) -> Work:
+        effects = [span.effects for span in spans]
+        tier = max(effect.tier for effect in effects)
+        reads_history = self.drafter is not None and self.drafter.reads_history
+        most_next = max(effect.num_drafts_next for effect in effects)
+        if is_round and self.options.device.type == "cuda" and most_next > 0:
+            most_next = self.options.size.max_rows - 1  # one graph for every smaller wish
+        history_len = 0
+        if tier is Tier.FULL or reads_history:
+            history_len = max(span.num_committed_at_most for span in spans)
+            if self.options.device.type == "cuda":  # few lengths, few graphs
+                history_len = min(_power_of_two(history_len), self.options.max_model_len)
+        return Work(
+            tier=tier,
+            draft_modes=frozenset(effect.draft_sampling for effect in effects),
+            verifies_sampled=any(effect.verifies_sampled for effect in effects),
+            feeds_draft=any(effect.feeds_draft for effect in effects),
+            max_drafts_next=most_next,
+            history_len=history_len,
+        )
+
+    def _round(self, spans: Sequence[Span], masks: Masks) -> PassReport:
+        work = self._work(spans, is_round=True)
+        num_rows, most_rows = len(spans), max(span.num_rows for span in spans)
+        width = max(len(span.block_ids) for span in spans)
+        if self.options.device.type == "cuda":
+            num_rows = _bucket(num_rows)
+            width = -(-self.options.max_model_len // self.options.size.block_size)
+            most_rows = 1 if most_rows == 1 else self.options.size.max_rows
+        numbers = round_numbers(spans, num_rows, width)
+        plain = work.tier is not Tier.FULL and not any(s.effects.reports_logprobs for s in spans)
+        if self._graphs is not None and plain:
+            key = RoundKey(num_rows, most_rows, width, work, self.slots.layout)
+            packed = self._graphs.run(key, numbers)
+            return PassReport.begin(spans, packed, self._layout(work, most_rows))
+        if numbers.device != self.options.device:
+            numbers = numbers.pin_memory().to(self.options.device, non_blocking=True)
+        inputs = self._inputs.rounds(numbers, most_rows)
+        return self._speculate(spans, inputs, work, self._target_pass(inputs), masks)
+
+    def _replayable_round(self, key: RoundKey, numbers: Tensor) -> Tensor:
+        """Packed results of a whole round; reads and writes the device only."""
+        inputs = self._inputs.rounds(numbers, key.num_verified)
+        output = self._target_pass(inputs)
+        decision, proposal = self._decide_and_draft(inputs, key.work, output, None)
+        return pack_results(inputs, decision, proposal)
+
+    def _layout(self, work: Work, num_verified: int) -> ResultLayout:
+        return ResultLayout(num_verified, work.max_drafts_next if work.feeds_draft else 0)
+
+    def _target_pass(self, inputs: PassInputs) -> TargetOutput:
+        layers = () if self.drafter is None else self.drafter.taps.layers
+        return self.target(inputs.token_ids, inputs.rows, self.target_caches, layers)
+
+    def _speculate(
+        self,
+        spans: Sequence[Span],
+        inputs: PassInputs,
+        work: Work,
+        output: TargetOutput,
+        masks: Masks,
+    ) -> PassReport:
+        stacked = _stack_masks(spans, inputs, masks, self.target.config.vocab_size)
+        decision, proposal = self._decide_and_draft(inputs, work, output, stacked)
+        layout = ResultLayout(
+            inputs.num_verified, 0 if proposal is None else proposal.token_ids.shape[1]
+        )
+        report = PassReport.begin(spans, pack_results(inputs, decision, proposal), layout)
+        return report.with_logprobs(emitted_logprobs(spans, decision))
+
+    def _decide_and_draft(
+        self, inputs: PassInputs, work: Work, output: TargetOutput, masks: Tensor | None
+    ) -> tuple[Decision, Proposal | None]:
+        shape = (inputs.num_sampling, inputs.num_verified)
+        verified = output.hidden
+        if not inputs.is_round:
+            verified = output.hidden[inputs.first_verified]
+        logits = self.target.logits(verified).view(*shape, -1)
+        decision = self._decider.decide(inputs, work, logits, masks)
+        self._commit(inputs, decision)
+        return decision, self._draft(inputs, work, output, decision)
 
     def _commit(self, inputs: PassInputs, decision: Decision) -> None:
         """Move the counts on. Caches need nothing: what was refused is written over."""
         table, slots, outcome = self.slots, inputs.slots, decision.outcome
-        live = ~table.finished[slots]
-        num_emitted = torch.where(live, outcome.num_emitted, 0)
-        index = torch.arange(outcome.token_ids.shape[1], device=slots.device)
-        sequence, place = (index < num_emitted[:, None]).nonzero(as_tuple=True)
-        positions = table.num_committed[slots][sequence] + place
-        tokens = outcome.token_ids[sequence, place]
-        table.token_ids[slots[sequence], positions] = tokens.to(table.token_ids.dtype)
-        newest_row = (outcome.num_emitted - 1).clamp(min=0)  # a finished slot emits nothing
+        num_emitted = outcome.num_emitted
+        live = num_emitted > 0  # a finished slot emits nothing
+        table.append(slots, outcome.token_ids, num_emitted)
+        newest_row = (num_emitted - 1).clamp(min=0)
         newest = outcome.token_ids.gather(1, newest_row[:, None])[:, 0]
         table.last_token_ids[slots] = torch.where(live, newest, table.last_token_ids[slots])
-        table.num_committed[slots] += num_emitted
-        table.finished[slots] |= outcome.stopped | outcome.at_limit
+        table.num_committed[slots] = table.num_committed[slots] + num_emitted
+        table.finished[slots] = table.finished[slots] | outcome.stopped | outcome.at_limit
         if inputs.is_round:
             pending = table.pending
-            pending.parity[slots] ^= live.long()
+            pending.parity[slots] = pending.parity[slots] ^ live.long()
             for counts, value in (
                 (pending.last_num_rows, inputs.num_drafts + 1),
                 (pending.num_accepted_rows, num_emitted),
@@ -137,23 +240,15 @@ class Runner:
                 counts[slots] = torch.where(live, value, counts[slots])
 
     def _feed(
-        self,
-        spans: Sequence[Span],
-        inputs: PassInputs,
-        output: TargetOutput,
-        next_token_ids: Tensor,
+        self, inputs: PassInputs, work: Work, output: TargetOutput, next_token_ids: Tensor
     ) -> Tensor | None:
-        if self.drafter is None or not any(span.effects.feeds_draft for span in spans):
+        if self.drafter is None or not work.feeds_draft:
             return None
         tapped = output.hidden if output.residuals is None else output.residuals
         return self.drafter.feed(tapped, next_token_ids, inputs.rows)
 
     def _draft(
-        self,
-        spans: Sequence[Span],
-        inputs: PassInputs,
-        output: TargetOutput,
-        decision: Decision,
+        self, inputs: PassInputs, work: Work, output: TargetOutput, decision: Decision
     ) -> Proposal | None:
         """Step 1 on every row, then the rest of the chain; None where nobody wants a draft."""
         # The last committed row of a sequence is followed by the round's own token; the rows
@@ -161,39 +256,43 @@ class Runner:
         last_row = inputs.first_verified + decision.num_accepted
         own_token = decision.outcome.token_ids.gather(1, decision.num_accepted[:, None])[:, 0]
         next_token_ids = inputs.next_token_ids.index_copy(0, last_row, own_token)
-        fed = self._feed(spans, inputs, output, next_token_ids)
-        max_drafts = max(span.effects.num_drafts_next for span in inputs.sampling_spans)
-        if fed is None or self.drafter is None or max_drafts == 0:
-            return None
-        proposal = self.drafter.propose(fed[last_row], self._frontier(inputs, max_drafts))
+        fed = self._feed(inputs, work, output, next_token_ids)
         table, slots = self.slots, inputs.slots
+        if fed is None or self.drafter is None or work.max_drafts_next == 0:
+            table.num_proposed[slots] = 0
+            return None
+        proposal = self.drafter.propose(fed[last_row], self._frontier(inputs, work))
         table.draft_token_ids[slots, : proposal.token_ids.shape[1]] = proposal.token_ids
+        table.num_proposed[slots] = proposal.num_drafts
         if proposal.q is not None:
             table.store_law(slots, proposal.q)
         return proposal
 
-    def _frontier(self, inputs: PassInputs, max_drafts: int) -> Frontier:
-        table, slots = self.slots, inputs.slots
-        effects = [span.effects for span in inputs.sampling_spans]
-        wanted = torch.tensor([e.num_drafts_next for e in effects], device=slots.device)
+    def _frontier(self, inputs: PassInputs, work: Work) -> Frontier:
+        table, slots, wanted = self.slots, inputs.slots, inputs.num_wanted
+        num_committed = table.num_committed[slots]
 
         def rows_at(step: int) -> RowBatch:
-            starts = table.num_committed[slots] + step - 3
+            starts = num_committed + step - 3
             alive = (step <= wanted) & ~table.finished[slots]
             # A chain may run past the end of the text; drafts there are never verified.
             alive &= starts < table.length_limits[slots]
             return self._inputs.rectangle(slots, starts, alive.long(), 1, inputs.block_tables)
 
-        num_committed = table.num_committed[slots]
         chooser = DraftChooser(
             table.draft_modes[slots],
             table.sampling.gather(slots),
             num_committed,
             self.options.draft_top_m,
-            frozenset(effect.draft_sampling for effect in effects),
+            work.draft_modes,
         )
         return Frontier(
-            max_drafts, wanted, num_committed, lambda: table.history(slots), rows_at, chooser
+            work.max_drafts_next,
+            wanted,
+            num_committed,
+            lambda: table.history(slots, work.history_len),
+            rows_at,
+            chooser,
         )
 
     def _prompt_logprobs(
@@ -203,78 +302,39 @@ class Runner:
         reports: dict[int, tuple[TokenLogprobs, ...]] = {}
         begin = 0
         for span in spans:
-            num_top = span.effects.num_prompt_logprobs
-            if num_top is not None and not inputs.is_round:
+            if span.effects.num_prompt_logprobs is not None:
                 known = span.num_rows - (1 if span.next_token_id is None else 0)
                 rows = slice(begin, begin + known)
-                logits = self.target.logits(output.hidden[rows])
-                scores = raw_logprobs(logits)
-                if span.effects.processed_logprobs:
-                    slots = torch.full((known,), span.slot, device=logits.device)
-                    scores = processed_logprobs(logits, self.slots.sampling.gather(slots))
-                next_ids = inputs.next_token_ids[rows]
-                reports[span.sequence_id] = describe(scores, next_ids, num_top)
+                reports[span.sequence_id] = prompt_logprobs(
+                    span,
+                    self.target.logits(output.hidden[rows]),
+                    inputs.next_token_ids[rows],
+                    self.slots.sampling,
+                )
             begin += span.num_rows
         return reports
 
 
-def _with_prompt(result: SpanResult, reports: tuple[TokenLogprobs, ...]) -> SpanResult:
-    return dataclasses.replace(result, prompt_logprobs=reports) if reports else result
+def _bucket(num_sequences: int) -> int:
+    """Sequences that a round on a GPU is padded to: few sizes, so that few graphs are made."""
+    sizes = (1, 2, 4, 8, 16, 24, 32, 48, 64)
+    return next((s for s in sizes if s >= num_sequences), -(-num_sequences // 32) * 32)
 
 
-def _stack_masks(inputs: PassInputs, masks: Masks, vocab_size: int) -> Tensor | None:
+def _power_of_two(number: int) -> int:
+    return 1 << max(number - 1, 0).bit_length()
+
+
+def _stack_masks(
+    spans: Sequence[Span], inputs: PassInputs, masks: Masks, vocab_size: int
+) -> Tensor | None:
     """[S, T, ceil(V / 32)] int32; rows without a mask allow everything."""
-    if not any(span.sequence_id in masks for span in inputs.sampling_spans):
+    if not any(span.sequence_id in masks for span in spans):
         return None
-    shape = (len(inputs.sampling_spans), inputs.num_verified, -(-vocab_size // 32))
-    stacked = torch.full(shape, -1, dtype=torch.int32, device=inputs.slots.device)
-    for index, span in enumerate(inputs.sampling_spans):
+    shape = (inputs.num_sampling, inputs.num_verified, -(-vocab_size // 32))
+    stacked = torch.full(shape, -1, dtype=torch.int32)
+    for index, span in enumerate(spans):
         mask = masks.get(span.sequence_id)
         if mask is not None:
             stacked[index, : mask.shape[0]] = mask
-    return stacked
-
-
-def _results(
-    inputs: PassInputs, decision: Decision, proposal: Proposal | None
-) -> dict[int, SpanResult]:
-    """The one copy to the host, by sequence id."""
-    outcome = decision.outcome
-    accepted: list[int] = decision.num_accepted.tolist()
-    emitted: list[int] = outcome.num_emitted.tolist()
-    stopped: list[bool] = outcome.stopped.tolist()
-    at_limit: list[bool] = outcome.at_limit.tolist()
-    tokens: list[list[int]] = outcome.token_ids.tolist()
-    drafts: list[list[int]] = inputs.draft_token_ids.tolist()
-    num_proposed: list[int] = [] if proposal is None else proposal.num_drafts.tolist()
-    proposed: list[list[int]] = [] if proposal is None else proposal.token_ids.tolist()
-    results: dict[int, SpanResult] = {}
-    for i, span in enumerate(inputs.sampling_spans):
-        finish = FinishReason.LENGTH if at_limit[i] else None
-        results[span.sequence_id] = SpanResult(
-            sequence_id=span.sequence_id,
-            token_ids=tuple(tokens[i][: emitted[i]]),
-            finish_reason=FinishReason.STOP if stopped[i] else finish,
-            draft_token_ids=tuple(drafts[i][: span.effects.num_drafts]),
-            num_accepted=accepted[i],
-            proposed_token_ids=tuple(proposed[i][: num_proposed[i]]) if proposed else (),
-            logprobs=_emitted_logprobs(span, decision, i, emitted[i]),
-        )
-    return results
-
-
-def _emitted_logprobs(
-    span: Span, decision: Decision, index: int, num_emitted: int
-) -> tuple[TokenLogprobs, ...]:
-    num_top = span.effects.num_logprobs
-    if num_top is None:
-        return ()
-    if span.effects.processed_logprobs:
-        num_rows = decision.logits.shape[1]
-        rows = torch.arange(num_emitted, device=decision.logits.device) + index * num_rows
-        scores = processed_logprobs(
-            decision.ruled_logits[index, :num_emitted], decision.by_row.gather(rows)
-        )
-    else:
-        scores = raw_logprobs(decision.logits[index, :num_emitted])
-    return describe(scores, decision.outcome.token_ids[index, :num_emitted], num_top)
+    return stacked.to(inputs.slots.device)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
-from outrider.batch import SlotSetup
+from outrider.batch import NULL_SLOT, SlotSetup
 from outrider.ops.gated_delta_rule import PendingRecords
 from outrider.sampling.arrays import SamplingArrays
 from outrider.sampling.padded import PaddedLists
@@ -17,14 +19,27 @@ from outrider.spec.verify import SparseLaw
 UNUSED_STOP_ID = -1
 
 
+def to_device(
+    values: Sequence[int] | Sequence[float] | Sequence[Sequence[int]],
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Tensor:
+    """A tensor of host numbers, without waiting for what the device is doing."""
+    if device.type == "cpu":
+        return torch.tensor(values, dtype=dtype)
+    return torch.tensor(values, dtype=dtype, pin_memory=True).to(device, non_blocking=True)
+
+
 class SlotTable:
-    """Per-slot tensors.
+    """Per-slot tensors. The null slot is finished for ever: rows that name it do nothing.
 
     Attributes:
         num_committed: [slots] int64, tokens of the text.
         last_token_ids: [slots] int64, the newest of them.
-        token_ids: [slots, max_model_len] int32, the text.
+        token_ids: [slots, max_model_len + 1] int32, the text; the last column is written by rows
+            that commit nothing, and never read.
         draft_token_ids: [slots, K] int64, proposed for the next round.
+        num_proposed: [slots] int64, how many of them there are.
         draft_modes: [slots] int64, index into spec.choose.MODES.
         draft_law: [slots, K, m], what sampled drafts were drawn from; unset without sampling.
         length_limits: [slots] int64.
@@ -49,8 +64,10 @@ class SlotTable:
         self._vocab_size = vocab_size
         self.num_committed = ints(num_slots)
         self.last_token_ids = ints(num_slots)
-        self.token_ids = torch.zeros((num_slots, max_model_len), dtype=torch.int32, device=device)
+        text_shape = (num_slots, max_model_len + 1)
+        self.token_ids = torch.zeros(text_shape, dtype=torch.int32, device=device)
         self.draft_token_ids = ints(num_slots, num_drafts)
+        self.num_proposed = ints(num_slots)
         self.draft_modes = ints(num_slots)
         law = (num_slots, num_drafts, draft_top_m)
         self.draft_law = SparseLaw(ints(*law), torch.zeros(law, device=device))
@@ -60,12 +77,20 @@ class SlotTable:
         self.rules = RuleTable(num_slots, device)
         self.sampling = SamplingArrays.empty(num_slots, vocab_size, device)
         self.pending = PendingRecords(ints(num_slots), ints(num_slots), ints(num_slots))
+        self.num_committed[NULL_SLOT] = 1
+        self.finished[NULL_SLOT] = True
+
+    @property
+    def layout(self) -> tuple[int, ...]:
+        """Where the tensors lie that wider ones may replace; a graph holds for one layout."""
+        return (self.stop_token_ids.values.data_ptr(), *self.rules.layout)
 
     def set_up(self, setup: SlotSetup) -> None:
         """Make a slot ready for a new sequence; nothing of its last one remains visible."""
         slot = setup.slot
         self.num_committed[slot] = setup.num_committed
         self.draft_token_ids[slot] = 0
+        self.num_proposed[slot] = 0
         self.length_limits[slot] = setup.length_limit
         self.finished[slot] = False
         self.stop_token_ids.store(slot, setup.stop_token_ids)
@@ -75,10 +100,16 @@ class SlotTable:
         for tensor in (self.pending.last_num_rows, self.pending.num_accepted_rows):
             tensor[slot] = 0
 
-    def history(self, slots: Tensor) -> Tensor:
-        """[B, L] int64, the texts of `slots`, as wide as the longest of them."""
-        longest = int(self.num_committed[slots].max())
-        return self.token_ids[slots, :longest].long()
+    def history(self, slots: Tensor, length: int) -> Tensor:
+        """[B, length] int64, the texts of `slots` up to an upper bound of their lengths."""
+        return self.token_ids[slots, :length].long()
+
+    def append(self, slots: Tensor, tokens: Tensor, counts: Tensor) -> None:
+        """Write tokens [B, T] behind the texts of `slots`, the first counts [B] of each row."""
+        index = torch.arange(tokens.shape[1], device=slots.device)
+        place = self.num_committed[slots][:, None] + index
+        place = torch.where(index < counts[:, None], place, self.token_ids.shape[1] - 1)
+        self.token_ids[slots[:, None], place] = tokens.to(self.token_ids.dtype)
 
     def store_law(self, slots: Tensor, q: SparseLaw) -> None:
         """Keep what the drafts of `slots` [B] were drawn from."""

@@ -41,34 +41,51 @@ def kv_bytes_per_token(specs: Iterable[LayerCacheSpec], dtype: torch.dtype) -> i
     )
 
 
-def state_bytes_per_slot(specs: Iterable[LayerCacheSpec], max_rows: int) -> int:
-    """Bytes of recurrent state and records that one sequence takes over all layers."""
+def state_bytes_per_slot(
+    specs: Iterable[LayerCacheSpec],
+    max_rows: int,
+    state_dtype: torch.dtype = torch.float32,
+    dtype: torch.dtype = torch.float32,
+) -> int:
+    """Bytes of recurrent state, records and raw inputs that one sequence takes over all layers."""
     total = 0
     for spec in specs:
         if isinstance(spec, DeltaCacheSpec):
             update = spec.num_value_heads * (spec.value_dim + 1)
             key = spec.num_key_heads * spec.key_dim
-            total += spec.num_value_heads * spec.value_dim * spec.key_dim
-            total += 2 * max_rows * (update + key)
-    return 4 * total
+            state = spec.num_value_heads * spec.value_dim * spec.key_dim
+            total += state * state_dtype.itemsize + 4 * 2 * max_rows * (update + key)
+            total += (spec.conv_kernel - 1 + max_rows) * spec.conv_channels * dtype.itemsize
+    return total
 
 
 def allocate_caches(
-    specs: Iterable[LayerCacheSpec], size: StorageSize, dtype: torch.dtype, device: torch.device
+    specs: Iterable[LayerCacheSpec],
+    size: StorageSize,
+    dtype: torch.dtype,
+    state_dtype: torch.dtype,
+    device: torch.device,
 ) -> tuple[LayerCache, ...]:
-    """Uninitialised storage, one entry per spec. KV and raw inputs in dtype, states in float32."""
+    """Uninitialised storage, one entry per spec.
+
+    KV and raw inputs in dtype, recurrent states in state_dtype, their records in float32.
+    """
 
     def allocate(spec: LayerCacheSpec) -> LayerCache:
         if isinstance(spec, AttentionCacheSpec):
             shape = (2, size.num_blocks, spec.num_kv_heads, size.block_size, spec.head_dim)
             return AttentionCache(torch.empty(shape, dtype=dtype, device=device))
-        return _allocate_delta(spec, size, dtype, device)
+        return _allocate_delta(spec, size, dtype, state_dtype, device)
 
     return tuple(allocate(spec) for spec in specs)
 
 
 def _allocate_delta(
-    spec: DeltaCacheSpec, size: StorageSize, dtype: torch.dtype, device: torch.device
+    spec: DeltaCacheSpec,
+    size: StorageSize,
+    dtype: torch.dtype,
+    state_dtype: torch.dtype,
+    device: torch.device,
 ) -> DeltaCache:
     slots, rows = size.num_slots, size.max_rows
     ring_size = spec.conv_kernel - 1 + rows
@@ -80,7 +97,11 @@ def _allocate_delta(
     return DeltaCache(
         conv_ring=torch.empty((slots, ring_size, spec.conv_channels), dtype=dtype, device=device),
         delta=DeltaState(
-            state=floats(slots, spec.num_value_heads, spec.value_dim, spec.key_dim),
+            state=torch.empty(
+                (slots, spec.num_value_heads, spec.value_dim, spec.key_dim),
+                dtype=state_dtype,
+                device=device,
+            ),
             record_keys=floats(*records, spec.num_key_heads, spec.key_dim),
             record_updates=floats(*records, spec.num_value_heads, spec.value_dim),
             record_decays=floats(*records, spec.num_value_heads),

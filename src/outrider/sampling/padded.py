@@ -8,6 +8,9 @@ import torch
 from torch import Tensor
 
 
+INITIAL_WIDTH = 4
+
+
 class PaddedLists:
     """One list of numbers for each slot.
 
@@ -19,16 +22,18 @@ class PaddedLists:
     def __init__(self, num_slots: int, dtype: torch.dtype, device: torch.device, fill: int) -> None:
         """fill: value of unused entries."""
         self._fill = fill
-        self.values = torch.full((num_slots, 1), fill, dtype=dtype, device=device)
+        self.values = torch.full((num_slots, INITIAL_WIDTH), fill, dtype=dtype, device=device)
         self.lengths = torch.zeros(num_slots, dtype=torch.int64, device=device)
 
     def store(self, slot: int, numbers: Sequence[int] | Sequence[float]) -> None:
         """Replace a slot's list."""
-        missing = len(numbers) - self.values.shape[1]
-        if missing > 0:
+        width = self.values.shape[1]
+        if len(numbers) > width:
+            missing = max(len(numbers) - width, width)  # doubling, so that it seldom happens
             self.values = torch.nn.functional.pad(self.values, (0, missing), value=self._fill)
-        self.values[slot] = self._fill
-        self.values[slot, : len(numbers)] = torch.tensor(numbers, dtype=self.values.dtype)
+        row = [*numbers, *[self._fill] * (self.values.shape[1] - len(numbers))]
+        host = torch.tensor(row, dtype=self.values.dtype, pin_memory=self.values.is_cuda)
+        self.values[slot].copy_(host, non_blocking=True)
         self.lengths[slot] = len(numbers)
 
     def rows(self, slots: Tensor) -> tuple[Tensor, Tensor]:

@@ -53,6 +53,11 @@ class RuleTable:
         self.bias_values = PaddedLists(num_slots, torch.float32, device, 0)
         self._bad_words: dict[int, tuple[tuple[int, ...], ...]] = {}
 
+    @property
+    def layout(self) -> tuple[int, int]:
+        """Where the lists lie, which are replaced when they widen."""
+        return self.bias_ids.values.data_ptr(), self.bias_values.values.data_ptr()
+
     def store(self, setup: SlotSetup) -> None:
         """Overwrite the entry of one slot."""
         slot, rules = setup.slot, setup.rules

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -55,11 +55,13 @@ class Drafter(ABC):
         cache_specs: layers of its own, whose caches share block ids and positions with the target.
         samples: whether it has a distribution to sample from; a lookup has none and proposes a
             point mass whatever a request asks for.
+        reads_history: whether `propose` looks at the texts.
     """
 
     taps: Taps = Taps()
     cache_specs: tuple[LayerCacheSpec, ...] = ()
     samples: bool = True
+    reads_history: bool = False
     _caches: tuple[LayerCache, ...] = ()
 
     def bind(self, caches: tuple[LayerCache, ...]) -> None:
@@ -78,6 +80,13 @@ class Drafter(ABC):
             [R, H''], handed back to `propose` for one row of each sequence.
         """
         return tapped
+
+    def step_weights(self, step: int) -> Sequence[Tensor] | None:
+        """What chain step 1, 2, ... reads whole, its output head included; benchmarks count it.
+
+        Nothing for a lookup; None where a method does not say.
+        """
+        return None if self.samples else ()
 
     @abstractmethod
     def propose(self, hidden: Tensor, frontier: Frontier) -> Proposal:

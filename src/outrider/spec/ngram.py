@@ -24,6 +24,7 @@ class NgramDrafter(Drafter):
     """
 
     samples = False
+    reads_history = True
 
     def propose(self, hidden: Tensor, frontier: Frontier) -> Proposal:
         return lookup(
