@@ -15,8 +15,8 @@ from torch import Tensor
 
 from outrider.engine import Engine
 from outrider.layers.rows import AttentionCache, DeltaCache
+from outrider.ops.bookkeeping import reference as bookkeeping
 from outrider.params import SamplingParams
-from outrider.runner import decide
 from tests.checkpoints import SHAPES, TinyShape
 from tests.checkpoints_qwen3 import QWEN3_SHAPES
 from tests.harness import (
@@ -221,7 +221,7 @@ def test_a_wrong_verdict_on_one_sequence_stays_within_it(
     """0 or K accepted drafts, whatever the target says of them."""
     setting = settings(method)
     engine = setting.begun()
-    accept_matching = decide.accept_matching
+    accept_matching = bookkeeping.accept_matching
     victim = VICTIM  # the rows of a round are those of the running sequences, oldest first
 
     def wrong(sampled: Tensor, draft_token_ids: Tensor, num_drafts: Tensor) -> Tensor:
@@ -232,7 +232,7 @@ def test_a_wrong_verdict_on_one_sequence_stays_within_it(
     canaries = canary_slots(engine)
     fill(engine, canaries)
     before = per_slot_storage(engine, canaries)
-    with mock.patch.object(decide, "accept_matching", wrong):
+    with mock.patch.object(bookkeeping, "accept_matching", wrong):
         for expected in setting.undisturbed:
             held = setting.stepped(engine)
             for was, now in zip(expected, held, strict=True):

@@ -8,7 +8,7 @@ from functools import cache
 
 import torch
 
-from outrider.spec.verify import accept_matching, trim_round
+from outrider.ops.bookkeeping.reference import accept_matching, trim_round
 from tests.spec.enumeration import Chain, Context, End, Noise, Row, Table, target_number
 
 NO_ID = -1

@@ -12,10 +12,10 @@ from functools import cache
 import pytest
 import torch
 
+from outrider.ops.bookkeeping.reference import accept_synthetic
 from outrider.spec.verify import (
     SparseLaw,
     accept_block,
-    accept_synthetic,
     block_terms,
     residual_probs,
 )

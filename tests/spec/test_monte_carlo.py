@@ -15,10 +15,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from outrider.ops.bookkeeping.reference import accept_matching, trim_round
 from outrider.sampling.arrays import SamplingArrays
 from outrider.sampling.sampler import sample_rows
 from outrider.spec.policy import num_drafts_to_verify
-from outrider.spec.verify import accept_matching, trim_round
 
 VOCAB_SIZE = 3
 LENGTH = 4

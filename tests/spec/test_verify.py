@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from outrider.spec.verify import accept_matching, trim_round
+from outrider.ops.bookkeeping.reference import accept_matching, trim_round
 from tests.spec import rules
 from tests.spec.enumeration import (
     Argmax,

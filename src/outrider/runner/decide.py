@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from outrider.batch import Tier
+from outrider.ops.bookkeeping import RoundOutcome, Verdict, commit_round
 from outrider.ops.philox import Purpose, race_times, uniforms
 from outrider.runner.inputs import PassInputs, Work
 from outrider.runner.slots import SlotTable
@@ -16,16 +17,7 @@ from outrider.sampling.rules import BlockContext
 from outrider.sampling.sampler import sample_rows, target_probs
 from outrider.spec.choose import MODES
 from outrider.spec.names import DraftSampling
-from outrider.spec.verify import (
-    RoundOutcome,
-    SparseLaw,
-    accept_block,
-    accept_matching,
-    accept_synthetic,
-    block_terms,
-    residual_probs,
-    trim_round,
-)
+from outrider.spec.verify import SparseLaw, accept_block, block_terms, residual_probs
 
 
 @dataclass(frozen=True)
@@ -33,14 +25,12 @@ class Decision:
     """What became of the drafts.
 
     Attributes:
-        num_accepted: [S] int64, before trimming.
-        outcome: what is emitted.
+        outcome: what is emitted; the slot table has moved on already.
         logits: [S, T, V] as the target gave them.
         ruled_logits: [S, T, V] after the rules; the same tensor where there are none.
         by_row: sampling entries of shape [S * T].
     """
 
-    num_accepted: Tensor
     outcome: RoundOutcome
     logits: Tensor
     ruled_logits: Tensor
@@ -48,10 +38,10 @@ class Decision:
 
 
 class Decider:
-    """Draws the target's tokens and applies the verification rule that each request has."""
+    """Draws the target's tokens, and commits by the verification rule that each request has."""
 
     def __init__(self, table: SlotTable, synthetic_rates: Tensor | None) -> None:
-        """synthetic_rates: [K], for benchmarks: accept by these instead of a rule."""
+        """synthetic_rates: [K] float32, for benchmarks: accept by these instead of a rule."""
         self._table = table
         self._synthetic_rates = synthetic_rates
 
@@ -64,59 +54,40 @@ class Decider:
             masks: [S, T, ceil(V / 32)] int32 from grammars, or None.
         """
         table, slots = self._table, inputs.slots
-        batch, rows, vocab_size = logits.shape
-        num_committed = table.num_committed[slots]
         ruled = logits
         if work.tier is Tier.FULL:
             context = BlockContext(
                 table.history(slots, work.history_len),
-                num_committed,
+                table.num_committed[slots],
                 inputs.draft_token_ids,
                 table.stop_token_ids.values[slots],
                 masks,
             )
             ruled = table.rules.apply(logits, slots, context)
-        drawn_at = num_committed[:, None] + torch.arange(rows, device=slots.device)
-        by_row = table.sampling.gather(slots.repeat_interleave(rows))
-        sampled = sample_rows(
-            ruled.view(-1, vocab_size),
-            by_row,
-            drawn_at.flatten(),
-            all_greedy=work.tier is Tier.GREEDY,
-        )
-        sampled = sampled.view(batch, rows)
-
-        num_accepted = accept_matching(sampled, inputs.draft_token_ids, inputs.num_drafts)
-        own = sampled.gather(1, num_accepted[:, None])[:, 0]
+        flat = ruled.view(-1, logits.shape[-1])
+        by_row = table.sampling.gather(slots.repeat_interleave(logits.shape[1]))
+        row = torch.arange(logits.shape[1], device=slots.device)
+        drawn_at = table.num_committed[slots][:, None] + row
+        sampled = sample_rows(flat, by_row, drawn_at.flatten(), all_greedy=work.tier is Tier.GREEDY)
+        sampled = sampled.view(logits.shape[:2])
+        verdict = None
         if work.verifies_sampled:
-            probs = target_probs(ruled.view(-1, vocab_size), by_row).view(logits.shape)
-            block_accepted, block_own = self._block(inputs, probs, sampled)
-            is_block = table.draft_modes[slots] == MODES.index(DraftSampling.SAMPLED)
-            num_accepted = torch.where(is_block, block_accepted, num_accepted)
-            own = torch.where(is_block, block_own, own)
-        if self._synthetic_rates is not None:
-            seeds = table.sampling.seeds[slots]
-            uniform = uniforms(seeds, num_committed, 1, Purpose.SYNTHETIC)[:, 0]
-            num_accepted = accept_synthetic(uniform, self._synthetic_rates, inputs.num_drafts)
-            own = sampled.gather(1, num_accepted[:, None])[:, 0]
-
-        # Accepted drafts, the round's own token, and entries that nobody reads.
-        token_ids = torch.cat((inputs.draft_token_ids, own[:, None]), dim=1)
-        token_ids = token_ids.scatter(1, num_accepted[:, None], own[:, None])
-        outcome = trim_round(
-            token_ids,
-            num_accepted,
-            num_committed,
-            table.length_limits[slots],
-            table.stop_token_ids.values[slots],
+            probs = target_probs(flat, by_row).view(logits.shape)
+            verdict = self._block(inputs, probs, sampled)
+        outcome = commit_round(
+            sampled,
+            slots,
+            inputs.num_drafts,
+            inputs.draft_token_ids,
+            table.tensors,
+            is_round=inputs.is_round,
+            verdict=verdict,
+            synthetic_rates=self._synthetic_rates,
         )
-        live = ~table.finished[slots]
-        return Decision(
-            torch.where(live, num_accepted, 0), _of_live(outcome, live), logits, ruled, by_row
-        )
+        return Decision(outcome, logits, ruled, by_row)
 
-    def _block(self, inputs: PassInputs, probs: Tensor, sampled: Tensor) -> tuple[Tensor, Tensor]:
-        """num_accepted and the round's own token [S] under the rule `block`."""
+    def _block(self, inputs: PassInputs, probs: Tensor, sampled: Tensor) -> Verdict:
+        """What the rule `block` says, for the sequences that sample their drafts."""
         table, slots = self._table, inputs.slots
         most = inputs.draft_token_ids.shape[1]
         law = SparseLaw(
@@ -133,14 +104,6 @@ class Decider:
         redrawn = (times / weights).argmin(-1)
         # After a whole block the token is the target's own draw, as without speculation.
         bonus = sampled.gather(1, num_accepted[:, None])[:, 0]
-        return num_accepted, torch.where(num_accepted < inputs.num_drafts, redrawn, bonus)
-
-
-def _of_live(outcome: RoundOutcome, live: Tensor) -> RoundOutcome:
-    """A slot that has finished emits nothing, and does not finish again."""
-    return RoundOutcome(
-        outcome.token_ids,
-        torch.where(live, outcome.num_emitted, 0),
-        outcome.stopped & live,
-        outcome.at_limit & live,
-    )
+        own_token = torch.where(num_accepted < inputs.num_drafts, redrawn, bonus)
+        applies = table.draft_modes[slots] == MODES.index(DraftSampling.SAMPLED)
+        return Verdict(applies, num_accepted, own_token)

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor
 
 from outrider.batch import NULL_BLOCK, NULL_SLOT, Span, Tier
 from outrider.layers.rows import RowBatch, RowGroup
+from outrider.ops.bookkeeping import NUM_COLUMNS, ChainRows, chain_rows, round_rows
+from outrider.ops.bookkeeping.reference import kv_index_reference
 from outrider.runner.slots import SlotTable, to_device
 from outrider.spec.names import DraftSampling
-
-NUM_ROUND_COLUMNS = 3
-"""Columns of a round's host numbers before the block table: slot, drafts to verify, wanted next."""
 
 
 @dataclass(frozen=True)
@@ -82,21 +82,6 @@ class PassInputs:
         return self.draft_token_ids.shape[1] + 1
 
 
-def kv_index(block_tables: Tensor, positions: Tensor, kept: Tensor, block_size: int) -> Tensor:
-    """Flat place of each row's keys and values; rows not kept go to the null block.
-
-    Args:
-        block_tables: [B, M].
-        positions, kept: [B, T].
-
-    Returns:
-        [B * T] int64.
-    """
-    column = (positions // block_size).clamp(max=block_tables.shape[1] - 1)
-    index = block_tables.gather(1, column) * block_size + positions % block_size
-    return torch.where(kept, index, NULL_BLOCK * block_size).flatten()
-
-
 def round_numbers(spans: Sequence[Span], num_rows: int, width: int) -> Tensor:
     """What the host says of a round: [num_rows, 3 + width] int64 on the CPU.
 
@@ -104,13 +89,13 @@ def round_numbers(spans: Sequence[Span], num_rows: int, width: int) -> Tensor:
         num_rows: at least one for each span; the rest name the null slot, which is inert.
         width: columns of the block tables.
     """
-    numbers = torch.zeros((num_rows, NUM_ROUND_COLUMNS + width), dtype=torch.int64)
+    numbers = torch.zeros((num_rows, NUM_COLUMNS + width), dtype=torch.int64)
     numbers[:, 0] = NULL_SLOT
     lists = numbers.numpy()
     for row, span in enumerate(spans):
         effects = span.effects
-        lists[row, :NUM_ROUND_COLUMNS] = (span.slot, effects.num_drafts, effects.num_drafts_next)
-        lists[row, NUM_ROUND_COLUMNS : NUM_ROUND_COLUMNS + len(span.block_ids)] = span.block_ids
+        lists[row, :NUM_COLUMNS] = (span.slot, effects.num_drafts, effects.num_drafts_next)
+        lists[row, NUM_COLUMNS : NUM_COLUMNS + len(span.block_ids)] = span.block_ids
     return numbers
 
 
@@ -153,7 +138,8 @@ class InputBuilder:
             )
             positions = group.starts[:, None] + torch.arange(span.num_rows, device=self._device)
             kept = torch.ones_like(positions, dtype=torch.bool)
-            places.append(kv_index(tables, positions, kept, self._block_size))
+            index = kv_index_reference(tables, positions, kept, self._block_size)
+            places.append(index.flatten())
             groups.append(group)
             token_ids += span.token_ids
             self._slots.token_ids[span.slot, span.start : span.start + span.num_rows] = (
@@ -189,44 +175,42 @@ class InputBuilder:
     def rounds(self, numbers: Tensor, num_verified: int) -> PassInputs:
         """The newest token and the drafts of every sequence, as one rectangle of rows.
 
-        The device decides what is true by now: a slot that has finished runs no row, and there are
-        no more drafts to verify than were proposed and than the text has room for.
-
         Args:
             numbers: see `round_numbers`, on the device.
             num_verified: T.
         """
-        table = self._slots
-        slots = numbers[:, 0].contiguous()
-        block_tables = numbers[:, NUM_ROUND_COLUMNS:].contiguous()
-        num_committed = table.num_committed[slots]
-        room = table.length_limits[slots] - num_committed - 1
-        num_drafts = torch.minimum(numbers[:, 1], table.num_proposed[slots])
-        num_drafts = torch.minimum(num_drafts, room).clamp(min=0)
-        drafts = table.draft_token_ids[slots, : num_verified - 1]
-        token_ids = torch.cat((table.last_token_ids[slots][:, None], drafts), dim=1)
-        num_rows = torch.where(table.finished[slots], 0, num_drafts + 1)
-        rows = self.rectangle(slots, num_committed - 1, num_rows, num_verified, block_tables)
+        rows = round_rows(numbers, self._slots.tensors, num_verified, self._block_size)
+        group = RowGroup(0, num_verified, rows.slots, rows.starts, rows.num_rows, rows.block_tables)
         return PassInputs(
-            token_ids=token_ids.flatten(),
-            next_token_ids=torch.nn.functional.pad(drafts, (0, 1)).flatten(),
-            rows=rows,
-            slots=slots,
-            block_tables=block_tables,
-            first_verified=torch.arange(len(slots), device=self._device) * num_verified,
-            num_drafts=num_drafts,
-            num_wanted=numbers[:, 2].contiguous(),
-            draft_token_ids=drafts,
+            token_ids=rows.token_ids,
+            next_token_ids=torch.nn.functional.pad(rows.draft_token_ids, (0, 1)).flatten(),
+            rows=RowBatch((group,), rows.positions, rows.kv_index, self._slots.pending),
+            slots=rows.slots,
+            block_tables=rows.block_tables,
+            first_verified=torch.arange(len(rows.slots), device=self._device) * num_verified,
+            num_drafts=rows.num_drafts,
+            num_wanted=rows.num_wanted,
+            draft_token_ids=rows.draft_token_ids,
             is_round=True,
         )
 
-    def rectangle(
-        self, slots: Tensor, starts: Tensor, num_rows: Tensor, width: int, block_tables: Tensor
-    ) -> RowBatch:
-        """Rows starts[b] .. starts[b] + width - 1 of each sequence, num_rows[b] of them kept."""
-        row = torch.arange(width, device=self._device)
-        positions = starts[:, None] + row
-        kept = row < num_rows[:, None]
-        group = RowGroup(0, width, slots, starts, num_rows, block_tables)
-        index = kv_index(block_tables, positions, kept, self._block_size)
-        return RowBatch((group,), positions.flatten(), index, self._slots.pending)
+    def chain(self, inputs: PassInputs, max_drafts: int) -> Callable[[int], RowBatch]:
+        """Rows of a draft's steps 2 .. max_drafts; to be asked for once the round is committed."""
+
+        @cache
+        def rows() -> ChainRows:
+            return chain_rows(
+                inputs.slots,
+                inputs.num_wanted,
+                inputs.block_tables,
+                self._slots.tensors,
+                max(max_drafts, 2),
+                self._block_size,
+            )
+
+        def rows_at(step: int) -> RowBatch:
+            starts, num_rows = rows().positions[step - 2], rows().num_rows[step - 2]
+            group = RowGroup(0, 1, inputs.slots, starts, num_rows, inputs.block_tables)
+            return RowBatch((group,), starts, rows().kv_index[step - 2], self._slots.pending)
+
+        return rows_at

@@ -1,4 +1,4 @@
-"""What a pass tells the host: packed into one matrix on the device, unpacked when it arrives."""
+"""What a pass tells the host: copied as one matrix, unpacked when it has arrived."""
 
 from __future__ import annotations
 
@@ -10,39 +10,15 @@ import torch
 from torch import Tensor
 
 from outrider.batch import FinishReason, Span, SpanResult, TokenLogprobs
-from outrider.runner.decide import Decision
-from outrider.runner.inputs import PassInputs
-from outrider.spec.choose import Proposal
-
-_NUM_COUNTS = 6
-"""num_accepted, num_emitted, stopped, at_limit, num_drafts, num_proposed."""
+from outrider.ops.bookkeeping import NUM_COUNTS
 
 
 @dataclass(frozen=True)
 class ResultLayout:
-    """Columns of a packed row: counts, then T tokens, T - 1 drafts, and the proposed ones."""
+    """Columns behind the counts: T tokens, T - 1 drafts, K' proposed; see ops.bookkeeping."""
 
     num_verified: int
     num_proposed: int
-
-
-def pack_results(inputs: PassInputs, decision: Decision, proposal: Proposal | None) -> Tensor:
-    """[S, 6 + 2 T - 1 + K'] int64; see ResultLayout."""
-    outcome = decision.outcome
-    none = torch.zeros_like(outcome.num_emitted)
-    counts = torch.stack(
-        (
-            decision.num_accepted,
-            outcome.num_emitted,
-            outcome.stopped.long(),
-            outcome.at_limit.long(),
-            inputs.num_drafts,
-            none if proposal is None else proposal.num_drafts,
-        ),
-        dim=1,
-    )
-    parts = [counts, outcome.token_ids, inputs.draft_token_ids]
-    return torch.cat(parts if proposal is None else [*parts, proposal.token_ids], dim=1)
 
 
 @dataclass(frozen=True)
@@ -88,8 +64,8 @@ class PassReport:
         }
 
     def _result(self, span: Span, row: list[int]) -> SpanResult:
-        num_accepted, num_emitted, stopped, at_limit, num_drafts, num_proposed = row[:_NUM_COUNTS]
-        tokens = row[_NUM_COUNTS:]
+        num_accepted, num_emitted, stopped, at_limit, num_drafts, num_proposed = row[:NUM_COUNTS]
+        tokens = row[NUM_COUNTS:]
         drafts = tokens[self.layout.num_verified :]
         proposed = drafts[self.layout.num_verified - 1 :]
         finish = FinishReason.LENGTH if at_limit else None

@@ -9,13 +9,14 @@ import torch
 from torch import Tensor
 
 from outrider.batch import Batch, Span, SpanResult, Tier, TokenLogprobs
-from outrider.layers.rows import LayerCache, RowBatch
+from outrider.layers.rows import LayerCache
 from outrider.models.base import CausalLM, TargetOutput
+from outrider.ops.bookkeeping import store_proposal
 from outrider.runner.decide import Decider, Decision
 from outrider.runner.graphs import RoundGraphs, RoundKey
 from outrider.runner.inputs import InputBuilder, PassInputs, Work, round_numbers
 from outrider.runner.logprobs import emitted_logprobs, prompt_logprobs
-from outrider.runner.results import PassReport, ResultLayout, pack_results
+from outrider.runner.results import PassReport, ResultLayout
 from outrider.runner.slots import SlotTable
 from outrider.runner.storage import StorageSize, allocate_caches
 from outrider.spec.base import Drafter, Frontier
@@ -171,7 +172,7 @@ class Runner:
         if self._graphs is not None and plain:
             key = RoundKey(num_rows, most_rows, width, work, self.slots.layout)
             packed = self._graphs.run(key, numbers)
-            return PassReport.begin(spans, packed, self._layout(work, most_rows))
+            return PassReport.begin(spans, packed, _layout(work, most_rows))
         if numbers.device != self.options.device:
             numbers = numbers.pin_memory().to(self.options.device, non_blocking=True)
         inputs = self._inputs.rounds(numbers, most_rows)
@@ -180,12 +181,7 @@ class Runner:
     def _replayable_round(self, key: RoundKey, numbers: Tensor) -> Tensor:
         """Packed results of a whole round; reads and writes the device only."""
         inputs = self._inputs.rounds(numbers, key.num_verified)
-        output = self._target_pass(inputs)
-        decision, proposal = self._decide_and_draft(inputs, key.work, output, None)
-        return pack_results(inputs, decision, proposal)
-
-    def _layout(self, work: Work, num_verified: int) -> ResultLayout:
-        return ResultLayout(num_verified, work.max_drafts_next if work.feeds_draft else 0)
+        return self._decide_and_draft(inputs, key.work, self._target_pass(inputs), None)[1]
 
     def _target_pass(self, inputs: PassInputs) -> TargetOutput:
         layers = () if self.drafter is None else self.drafter.taps.layers
@@ -200,44 +196,30 @@ class Runner:
         masks: Masks,
     ) -> PassReport:
         stacked = _stack_masks(spans, inputs, masks, self.target.config.vocab_size)
-        decision, proposal = self._decide_and_draft(inputs, work, output, stacked)
-        layout = ResultLayout(
-            inputs.num_verified, 0 if proposal is None else proposal.token_ids.shape[1]
-        )
-        report = PassReport.begin(spans, pack_results(inputs, decision, proposal), layout)
+        decision, packed = self._decide_and_draft(inputs, work, output, stacked)
+        report = PassReport.begin(spans, packed, _layout(work, inputs.num_verified))
         return report.with_logprobs(emitted_logprobs(spans, decision))
 
     def _decide_and_draft(
         self, inputs: PassInputs, work: Work, output: TargetOutput, masks: Tensor | None
-    ) -> tuple[Decision, Proposal | None]:
+    ) -> tuple[Decision, Tensor]:
+        """Verify, commit and draft; what was decided, and the packed results."""
         shape = (inputs.num_sampling, inputs.num_verified)
         verified = output.hidden
         if not inputs.is_round:
             verified = output.hidden[inputs.first_verified]
         logits = self.target.logits(verified).view(*shape, -1)
         decision = self._decider.decide(inputs, work, logits, masks)
-        self._commit(inputs, decision)
-        return decision, self._draft(inputs, work, output, decision)
-
-    def _commit(self, inputs: PassInputs, decision: Decision) -> None:
-        """Move the counts on. Caches need nothing: what was refused is written over."""
-        table, slots, outcome = self.slots, inputs.slots, decision.outcome
-        num_emitted = outcome.num_emitted
-        live = num_emitted > 0  # a finished slot emits nothing
-        table.append(slots, outcome.token_ids, num_emitted)
-        newest_row = (num_emitted - 1).clamp(min=0)
-        newest = outcome.token_ids.gather(1, newest_row[:, None])[:, 0]
-        table.last_token_ids[slots] = torch.where(live, newest, table.last_token_ids[slots])
-        table.num_committed[slots] = table.num_committed[slots] + num_emitted
-        table.finished[slots] = table.finished[slots] | outcome.stopped | outcome.at_limit
-        if inputs.is_round:
-            pending = table.pending
-            pending.parity[slots] = pending.parity[slots] ^ live.long()
-            for counts, value in (
-                (pending.last_num_rows, inputs.num_drafts + 1),
-                (pending.num_accepted_rows, num_emitted),
-            ):
-                counts[slots] = torch.where(live, value, counts[slots])
+        proposal = self._draft(inputs, work, output, decision)
+        packed = store_proposal(
+            decision.outcome,
+            inputs.slots,
+            inputs.num_drafts,
+            inputs.draft_token_ids,
+            None if proposal is None else (proposal.token_ids, proposal.num_drafts),
+            self.slots.tensors,
+        )
+        return decision, packed
 
     def _feed(
         self, inputs: PassInputs, work: Work, output: TargetOutput, next_token_ids: Tensor
@@ -253,32 +235,20 @@ class Runner:
         """Step 1 on every row, then the rest of the chain; None where nobody wants a draft."""
         # The last committed row of a sequence is followed by the round's own token; the rows
         # before it are followed by drafts that were accepted, the rows after it by garbage.
-        last_row = inputs.first_verified + decision.num_accepted
-        own_token = decision.outcome.token_ids.gather(1, decision.num_accepted[:, None])[:, 0]
-        next_token_ids = inputs.next_token_ids.index_copy(0, last_row, own_token)
+        outcome = decision.outcome
+        last_row = inputs.first_verified + outcome.num_accepted
+        next_token_ids = inputs.next_token_ids.index_copy(0, last_row, outcome.own_token)
         fed = self._feed(inputs, work, output, next_token_ids)
-        table, slots = self.slots, inputs.slots
         if fed is None or self.drafter is None or work.max_drafts_next == 0:
-            table.num_proposed[slots] = 0
             return None
         proposal = self.drafter.propose(fed[last_row], self._frontier(inputs, work))
-        table.draft_token_ids[slots, : proposal.token_ids.shape[1]] = proposal.token_ids
-        table.num_proposed[slots] = proposal.num_drafts
         if proposal.q is not None:
-            table.store_law(slots, proposal.q)
+            self.slots.store_law(inputs.slots, proposal.q)
         return proposal
 
     def _frontier(self, inputs: PassInputs, work: Work) -> Frontier:
-        table, slots, wanted = self.slots, inputs.slots, inputs.num_wanted
+        table, slots = self.slots, inputs.slots
         num_committed = table.num_committed[slots]
-
-        def rows_at(step: int) -> RowBatch:
-            starts = num_committed + step - 3
-            alive = (step <= wanted) & ~table.finished[slots]
-            # A chain may run past the end of the text; drafts there are never verified.
-            alive &= starts < table.length_limits[slots]
-            return self._inputs.rectangle(slots, starts, alive.long(), 1, inputs.block_tables)
-
         chooser = DraftChooser(
             table.draft_modes[slots],
             table.sampling.gather(slots),
@@ -288,10 +258,10 @@ class Runner:
         )
         return Frontier(
             work.max_drafts_next,
-            wanted,
+            inputs.num_wanted,
             num_committed,
             lambda: table.history(slots, work.history_len),
-            rows_at,
+            self._inputs.chain(inputs, work.max_drafts_next),
             chooser,
         )
 
@@ -313,6 +283,10 @@ class Runner:
                 )
             begin += span.num_rows
         return reports
+
+
+def _layout(work: Work, num_verified: int) -> ResultLayout:
+    return ResultLayout(num_verified, work.max_drafts_next if work.feeds_draft else 0)
 
 
 def _bucket(num_sequences: int) -> int:

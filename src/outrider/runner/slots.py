@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from outrider.batch import NULL_SLOT, SlotSetup
+from outrider.ops.bookkeeping import SlotTensors
 from outrider.ops.gated_delta_rule import PendingRecords
 from outrider.sampling.arrays import SamplingArrays
 from outrider.sampling.padded import PaddedLists
@@ -81,6 +82,22 @@ class SlotTable:
         self.finished[NULL_SLOT] = True
 
     @property
+    def tensors(self) -> SlotTensors:
+        """What the bookkeeping of rounds reads and writes."""
+        return SlotTensors(
+            num_committed=self.num_committed,
+            last_token_ids=self.last_token_ids,
+            token_ids=self.token_ids,
+            draft_token_ids=self.draft_token_ids,
+            num_proposed=self.num_proposed,
+            length_limits=self.length_limits,
+            finished=self.finished,
+            stop_token_ids=self.stop_token_ids.values,
+            seeds=self.sampling.seeds,
+            pending=self.pending,
+        )
+
+    @property
     def layout(self) -> tuple[int, ...]:
         """Where the tensors lie that wider ones may replace; a graph holds for one layout."""
         return (self.stop_token_ids.values.data_ptr(), *self.rules.layout)
@@ -103,13 +120,6 @@ class SlotTable:
     def history(self, slots: Tensor, length: int) -> Tensor:
         """[B, length] int64, the texts of `slots` up to an upper bound of their lengths."""
         return self.token_ids[slots, :length].long()
-
-    def append(self, slots: Tensor, tokens: Tensor, counts: Tensor) -> None:
-        """Write tokens [B, T] behind the texts of `slots`, the first counts [B] of each row."""
-        index = torch.arange(tokens.shape[1], device=slots.device)
-        place = self.num_committed[slots][:, None] + index
-        place = torch.where(index < counts[:, None], place, self.token_ids.shape[1] - 1)
-        self.token_ids[slots[:, None], place] = tokens.to(self.token_ids.dtype)
 
     def store_law(self, slots: Tensor, q: SparseLaw) -> None:
         """Keep what the drafts of `slots` [B] were drawn from."""
