@@ -35,15 +35,20 @@ ENGINE: dict[str, tuple[list[str], Any]] = {
     "num_threads": (["--num-threads", "2"], 2),
     "max_model_len": (["--max-model-len", "512"], 512),
     "max_num_seqs": (["--max-num-seqs", "3"], 3),
+    "gpu_memory_utilization": (["--gpu-memory-utilization", "0.5"], 0.5),
     "block_size": (["--block-size", "32"], 32),
     "num_kv_blocks": (["--num-kv-blocks", "9"], 9),
     "kv_cache_memory_gib": (["--kv-cache-memory-gib", "0.5"], 0.5),
+    "state_dtype": (["--state-dtype", "bfloat16"], "bfloat16"),
     "prefill_grid": (["--prefill-grid", "7"], 7),
     "max_prefill_tokens": (["--max-prefill-tokens", "70"], 70),
     "speculative_config": (
         ["--speculative-config", json.dumps(MTP)],
         SpeculativeConfig("mtp", num_speculative_tokens=5),
     ),
+    "enforce_eager": (["--enforce-eager"], True),
+    "deterministic": (["--no-deterministic"], False),
+    "look_ahead": (["--look-ahead", "0"], 0),
     "debug_checks": (["--debug-checks"], True),
 }
 SAMPLING: dict[str, tuple[list[str], Any]] = {
@@ -165,6 +170,12 @@ def test_single_flags_and_the_json_mean_the_same_speculation() -> None:
     whole = parse("--speculative-config", json.dumps(MTP))
     assert engine_options(single) == engine_options(whole)
     assert engine_options(single)["speculative_config"] == SpeculativeConfig("mtp", None, 5)
+
+
+@pytest.mark.parametrize(("word", "value"), [("512", 512), ("ids.json", "ids.json")])
+def test_a_draft_vocabulary_is_a_number_or_the_name_of_a_file(word: str, value: int | str) -> None:
+    args = parse("--speculative-algorithm", "mtp", "--speculative-draft-vocab", word)
+    assert engine_options(args)["speculative_config"] == SpeculativeConfig("mtp", draft_vocab=value)
 
 
 def test_the_number_of_drafts_may_be_left_to_its_default() -> None:

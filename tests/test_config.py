@@ -69,7 +69,7 @@ def test_engine_defaults_are_valid_and_frozen() -> None:
     config = EngineConfig("model")
     assert config.num_speculative_tokens == 0
     assert config.tokenizer_source == "model"
-    assert config.kv_cache_bytes == 1 << 30
+    assert config.kv_cache_memory_gib is None and config.kv_cache_bytes == 1 << 30
     with pytest.raises(dataclasses.FrozenInstanceError):
         config.seed = 1  # type: ignore[misc]
 
@@ -95,6 +95,11 @@ GOOD_ENGINE: list[dict[str, Any]] = [
     {"dtype": "bfloat16", "device": "cuda", "load_format": "dummy"},
     {"max_model_len": 1, "num_kv_blocks": 1, "max_num_seqs": 1},
     {"revision": "main", "debug_checks": True},
+    {"gpu_memory_utilization": 1},
+    {"gpu_memory_utilization": 1e-3, "kv_cache_memory_gib": None},
+    {"state_dtype": "float16", "enforce_eager": True, "deterministic": True},
+    {"state_dtype": "bfloat16", "deterministic": False, "look_ahead": 0},
+    {"look_ahead": 2},
 ]
 
 
@@ -131,6 +136,21 @@ BAD_ENGINE: list[tuple[str, Any]] = [
     ("kv_cache_memory_gib", math.nan),
     ("kv_cache_memory_gib", math.inf),
     ("kv_cache_memory_gib", True),
+    ("gpu_memory_utilization", 0),
+    ("gpu_memory_utilization", 1.01),
+    ("gpu_memory_utilization", math.nan),
+    ("gpu_memory_utilization", None),
+    ("gpu_memory_utilization", True),
+    ("state_dtype", "auto"),
+    ("state_dtype", None),
+    ("enforce_eager", None),
+    ("enforce_eager", 1),
+    ("deterministic", 1),
+    ("deterministic", "yes"),
+    ("look_ahead", -1),
+    ("look_ahead", 3),
+    ("look_ahead", True),
+    ("look_ahead", 1.0),
     ("prefill_grid", 0),
     ("max_prefill_tokens", 63),
     ("speculative_config", {"method": "mtp"}),
@@ -293,6 +313,25 @@ def test_synthetic_acceptance_is_a_length_or_falling_rates_and_not_both() -> Non
     ):
         with pytest.raises(ConfigError):
             SpeculativeConfig("mtp", **options)
+
+
+@pytest.mark.parametrize("value", [1, 32768, "ids.json"], ids=str)
+def test_a_draft_vocabulary_is_a_number_of_ids_or_a_file(value: int | str) -> None:
+    assert SpeculativeConfig("hy3_mtp", draft_vocab=value).draft_vocab == value
+
+
+@pytest.mark.parametrize("value", [0, -1, "", True, 2.0, [1, 2], b"ids"], ids=str)
+def test_a_draft_vocabulary_that_is_neither_is_refused(value: Any) -> None:
+    with pytest.raises(ConfigError, match=r"draft_vocab: got .*file of token ids, or a number"):
+        SpeculativeConfig("mtp", draft_vocab=value)
+
+
+@pytest.mark.parametrize(("method", "model"), [("ngram", None), ("eagle3", "draft")])
+def test_a_draft_vocabulary_is_refused_by_methods_that_do_not_use_the_targets_head(
+    method: str, model: str | None
+) -> None:
+    with pytest.raises(ConfigError, match=f"draft_vocab: method {method} .*draft with mtp"):
+        SpeculativeConfig(method, model, draft_vocab=64)
 
 
 def test_configs_pickle() -> None:

@@ -41,9 +41,13 @@ LEAVES = [
 ]
 PART_OF = {
     "admission": "engine",
+    "bench": "cli",
+    "bench_report": "cli",
+    "bench_runs": "cli",
     "check": "cli",
     "cli_flags": "cli",
     "demo": "cli",
+    "draft_vocab": "cli",
     "render": "cli",
     "structured": "engine",
 }

@@ -19,7 +19,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, NoReturn
 
-from outrider import check, demo, render
+from outrider import bench, check, demo, draft_vocab, render
 from outrider.cli_flags import (
     add_engine_flags,
     add_sampling_flags,
@@ -107,6 +107,14 @@ def build_parser() -> argparse.ArgumentParser:
     add_engine_flags(examine)
     examine.add_argument("--verbose", action="store_true", help="log what the engine does")
     examine.set_defaults(run=_check)
+
+    choose = commands.add_parser("draft-vocab", help="find the ids for a trimmed draft head")
+    draft_vocab.add_arguments(choose)
+    choose.add_argument("--verbose", action="store_true", help="log what the command does")
+    choose.set_defaults(run=draft_vocab.run)
+
+    measure = commands.add_parser("bench", help="measure speed, with random weights where wanted")
+    bench.add_commands(measure)
 
     show = commands.add_parser("demo", help="compare a small model with and without speculation")
     demo.add_arguments(show)

@@ -14,7 +14,7 @@ import json
 import re
 import types
 import typing
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Literal, Union, cast, get_args, get_origin
 
 from outrider.config import EngineConfig, SpeculativeConfig
@@ -28,6 +28,7 @@ SPECULATION_FLAGS: Mapping[str, str] = {
     "num_speculative_tokens": "speculative-num-draft-tokens",
     "draft_sampling": "speculative-draft-sampling",
     "draft_top_m": "speculative-draft-top-m",
+    "draft_vocab": "speculative-draft-vocab",
     "synthetic_acceptance_length": "speculative-synthetic-acceptance-length",
     "synthetic_acceptance_rates": "speculative-synthetic-acceptance-rates",
 }
@@ -60,27 +61,31 @@ def add_flags(
     parser: argparse.ArgumentParser | argparse._ArgumentGroup,  # pyright: ignore[reportPrivateUsage]
     config: type,
     names: Mapping[str, str] | None = None,
+    only: Collection[str] | None = None,
 ) -> None:
     """Add an argument for every field of a dataclass.
 
     Args:
         names: flags, without dashes, of the fields whose flag is not their own name. Without one
             a field that has no default is positional.
+        only: the fields to add; None adds all.
     """
     helps = field_help(config)
     annotations = typing.get_type_hints(config)
     for field in dataclasses.fields(config):
+        if only is not None and field.name not in only:
+            continue
         flag = (names or {}).get(field.name)
         options = _value_options(annotations[field.name])
         repeats = " May be given again." if options.get("action") == "append" else ""
         options["help"] = _help(field, helps.get(field.name, "") + repeats)
         if flag is None and field.default is dataclasses.MISSING:
             options["metavar"] = field.name.upper()
-            parser.add_argument(_destination(config, field.name), **options)
+            parser.add_argument(destination(config, field.name), **options)
             continue
         parser.add_argument(
             f"--{flag or field.name.replace('_', '-')}",
-            dest=_destination(config, field.name),
+            dest=destination(config, field.name),
             default=argparse.SUPPRESS,
             **options,
         )
@@ -90,9 +95,9 @@ def given(args: argparse.Namespace, config: type) -> dict[str, Any]:
     """The fields of a dataclass that the command line gave, by name."""
     values = vars(args)
     return {
-        field.name: values[destination]
+        field.name: values[name]
         for field in dataclasses.fields(config)
-        if (destination := _destination(config, field.name)) in values
+        if (name := destination(config, field.name)) in values
     }
 
 
@@ -152,7 +157,7 @@ def _speculative_config(args: argparse.Namespace) -> SpeculativeConfig | None:
     return SpeculativeConfig(**values)
 
 
-def _destination(config: type, name: str) -> str:
+def destination(config: type, name: str) -> str:
     """Attribute of the namespace; two dataclasses may use the same field name."""
     return f"{config.__name__}.{name}"
 
@@ -173,6 +178,8 @@ def _value_options(annotation: Any) -> dict[str, Any]:
         if get_origin(kind) is Sequence:
             (item,) = get_args(kind)
             return {"action": "append", "type": item, "metavar": _METAVARS[item]}
+    if set(kinds) == {str, int}:
+        return {"type": _number_or_text, "metavar": "N|TEXT"}
     if len(kinds) > 1:  # the dataclass says which of the forms JSON can take
         return {"type": _json, "metavar": "JSON"}
     (kind,) = kinds
@@ -185,6 +192,10 @@ def _value_options(annotation: Any) -> dict[str, Any]:
     if get_origin(kind) is Mapping:
         return {"type": _json_mapping(*get_args(kind)), "metavar": "JSON"}
     return {"type": _json, "metavar": "JSON"}
+
+
+def _number_or_text(text: str) -> int | str:
+    return int(text) if text.isdecimal() else text
 
 
 def _json(text: str) -> Any:

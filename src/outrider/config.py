@@ -17,8 +17,15 @@ from outrider.spec.names import SIDECAR_METHODS, DraftSampling, canonical_method
 DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
 DeviceName = Literal["auto", "cpu", "cuda"]
 LoadFormat = Literal["auto", "safetensors", "dummy"]
+StateDtypeName = Literal["float32", "float16", "bfloat16"]
 
 MAX_SPECULATIVE_TOKENS = 8
+MAX_LOOK_AHEAD = 2
+HOST_KV_CACHE_GIB = 1.0
+"""Memory for KV on a CPU where nothing is said."""
+
+_TRIMMED_HEAD_METHODS = ("mtp",)
+"""Methods that draft with the target's own head, of which a part can be taken."""
 
 
 @dataclass(frozen=True)
@@ -32,6 +39,11 @@ class SpeculativeConfig:
         draft_sampling: how drafts are drawn, "argmax", "coupled" or "sampled", for requests that do
             not say; None is argmax for greedy and cool requests, and sampled for warmer ones.
         draft_top_m: most ids that the distribution of a sampled draft keeps, 1 to 1024.
+        draft_vocab: for method mtp, the token ids that a draft may propose: a file that `outrider
+            draft-vocab` wrote (or a JSON list, or one id a line), or a number N for the first N ids
+            of the checkpoint's own draft_vocab.json. The draft then reads N rows of the target's
+            head and not all of them; the text stays the target's, and fewer drafts may be
+            accepted. None drafts from the whole vocabulary.
         synthetic_acceptance_length: for benchmarks only: accept drafts at random so that a round
             emits this many tokens on average, 1 to K + 1. The text is then not the target's.
         synthetic_acceptance_rates: the same, by the probability that drafts 1 .. i are all
@@ -46,6 +58,7 @@ class SpeculativeConfig:
     num_speculative_tokens: int = 3
     draft_sampling: str | None = None
     draft_top_m: int = 32
+    draft_vocab: str | int | None = None
     synthetic_acceptance_length: float | None = None
     synthetic_acceptance_rates: Sequence[float] | None = None
 
@@ -77,7 +90,32 @@ class SpeculativeConfig:
         if self.draft_sampling is not None:
             check_choice(ConfigError, "draft_sampling", self.draft_sampling, list(DraftSampling))
         check_int(ConfigError, "draft_top_m", self.draft_top_m, 1, 1024)
+        self._check_draft_vocab()
         self._check_synthetic()
+
+    def _check_draft_vocab(self) -> None:
+        if self.draft_vocab is None:
+            return
+        match self.draft_vocab:
+            case bool():
+                allowed = False
+            case int(number):
+                allowed = number >= 1
+            case name:
+                allowed = isinstance(name, str) and name != ""  # pyright: ignore[reportUnnecessaryIsInstance]
+        if not allowed:
+            raise ConfigError(
+                "draft_vocab",
+                got=self.draft_vocab,
+                allowed="a file of token ids, or a number of ids, 1 or more",
+            )
+        if self.method not in _TRIMMED_HEAD_METHODS:
+            raise ConfigError(
+                f"draft_vocab: method {self.method} does not draft with the target's head",
+                got=self.draft_vocab,
+                allowed="None",
+                hint=f"leave draft_vocab out, or draft with {', '.join(_TRIMMED_HEAD_METHODS)}",
+            )
 
     def _check_synthetic(self) -> None:
         length, rates, most = (
@@ -150,12 +188,23 @@ class EngineConfig:
         max_model_len: most tokens of a sequence, prompt and output; None is the checkpoint's own.
         max_num_seqs: most sequences that run at once, which is the number of state slots; the
             recurrent state of hybrid models comes on top of the KV memory, and is logged.
+        gpu_memory_utilization: share of a GPU's memory that may be in use, above 0 and at most 1:
+            weights, states, KV, workspace, and what other processes hold.
         block_size: tokens in a block of KV, a multiple of 16 from 16 to 256.
-        num_kv_blocks: blocks of KV; None derives it from kv_cache_memory_gib.
-        kv_cache_memory_gib: memory for KV in GiB, where num_kv_blocks is None.
+        num_kv_blocks: blocks of KV; None derives it from the memory there is.
+        kv_cache_memory_gib: most memory for KV in GiB, where num_kv_blocks is None. None is 1 GiB
+            on a CPU, and on a GPU what gpu_memory_utilization leaves.
+        state_dtype: type in which the recurrent state of hybrid models is stored. With a type of 16
+            bits the state is rounded after every token: half the memory and its traffic, and texts
+            that are no longer those of float32.
         prefill_grid: prompt chunks end at multiples of this many tokens, the prompt's end excepted.
         max_prefill_tokens: most prompt tokens computed in one step, at least prefill_grid.
         speculative_config: how to draft; None decodes plainly.
+        enforce_eager: run a GPU's kernels one by one and not as CUDA graphs, to look for faults.
+        deterministic: True refuses shapes for which there is no kernel that gives a row the same
+            bits whatever runs beside it; None and False serve them.
+        look_ahead: rounds that are submitted before the results of the one before are awaited, 0
+            to 2; None is 1 on a GPU and 0 on a CPU. The text does not depend on it.
         debug_checks: check the engine's own invariants after every step, slowly.
 
     Raises:
@@ -172,12 +221,17 @@ class EngineConfig:
     num_threads: int | None = None
     max_model_len: int | None = None
     max_num_seqs: int = 16
+    gpu_memory_utilization: float = 0.9
     block_size: int = 64
     num_kv_blocks: int | None = None
-    kv_cache_memory_gib: float = 1.0
+    kv_cache_memory_gib: float | None = None
+    state_dtype: StateDtypeName = "float32"
     prefill_grid: int = 64
     max_prefill_tokens: int = 512
     speculative_config: SpeculativeConfig | None = None
+    enforce_eager: bool = False
+    deterministic: bool | None = None
+    look_ahead: int | None = None
     debug_checks: bool = False
 
     def __post_init__(self) -> None:
@@ -200,11 +254,7 @@ class EngineConfig:
             raise ConfigError(
                 "block_size", got=self.block_size, allowed="a multiple of 16 from 16 to 256"
             )
-        check_real(error, "kv_cache_memory_gib", self.kv_cache_memory_gib)
-        if self.kv_cache_memory_gib <= 0:
-            raise ConfigError(
-                "kv_cache_memory_gib", got=self.kv_cache_memory_gib, allowed="more than 0"
-            )
+        self._check_memory()
         if self.max_prefill_tokens < self.prefill_grid:
             raise ConfigError(
                 "max_prefill_tokens is smaller than a prefill chunk",
@@ -213,7 +263,24 @@ class EngineConfig:
                 hint="raise max_prefill_tokens or lower prefill_grid",
             )
         check_type(error, "speculative_config", self.speculative_config, SpeculativeConfig, True)
+        if self.look_ahead is not None:
+            check_int(error, "look_ahead", self.look_ahead, 0, MAX_LOOK_AHEAD)
+        check_type(error, "enforce_eager", self.enforce_eager, bool)
+        check_type(error, "deterministic", self.deterministic, bool, True)
         check_type(error, "debug_checks", self.debug_checks, bool)
+
+    def _check_memory(self) -> None:
+        share, gib = self.gpu_memory_utilization, self.kv_cache_memory_gib
+        check_real(ConfigError, "gpu_memory_utilization", share)
+        if not 0 < share <= 1:
+            raise ConfigError("gpu_memory_utilization", got=share, allowed="more than 0, at most 1")
+        if gib is not None:
+            check_real(ConfigError, "kv_cache_memory_gib", gib)
+            if gib <= 0:
+                raise ConfigError("kv_cache_memory_gib", got=gib, allowed="more than 0")
+        check_choice(
+            ConfigError, "state_dtype", self.state_dtype, ("float32", "float16", "bfloat16")
+        )
 
     @property
     def num_speculative_tokens(self) -> int:
@@ -228,5 +295,6 @@ class EngineConfig:
 
     @property
     def kv_cache_bytes(self) -> int:
-        """kv_cache_memory_gib in bytes."""
-        return int(self.kv_cache_memory_gib * 2**30)
+        """kv_cache_memory_gib in bytes; where it is None, what a CPU takes."""
+        gib = HOST_KV_CACHE_GIB if self.kv_cache_memory_gib is None else self.kv_cache_memory_gib
+        return int(gib * 2**30)

@@ -14,14 +14,21 @@ from outrider.batch import Batch, FinishReason
 from outrider.cache.manager import CacheManager
 from outrider.checks import check_text
 from outrider.config import EngineConfig
-from outrider.errors import CapacityError, ConfigError, RequestError
+from outrider.errors import CapacityError, RequestError
 from outrider.models.base import CausalLM
-from outrider.models.build import Checkpoint, load_target
+from outrider.models.build import DTYPES, Checkpoint, load_target
 from outrider.models.config import ModelConfig
 from outrider.models.files import resolve_checkpoint
 from outrider.output import OutputBuilder, RequestOutput
 from outrider.params import SamplingParams
 from outrider.request import Sequence, Status
+from outrider.runner.memory import (
+    MemoryNeeds,
+    MemoryPlan,
+    measure_budget,
+    plan_memory,
+    workspace_bytes,
+)
 from outrider.runner.rounds import Masks, Runner, RunnerOptions, Submission
 from outrider.runner.storage import StorageSize, kv_bytes_per_token, state_bytes_per_slot
 from outrider.scheduler import Scheduler, SchedulerConfig
@@ -84,23 +91,18 @@ class Engine:
         if checkpoint.device.type == "cpu":
             _set_threads(config.num_threads, sum(p.numel() for p in target.parameters()))
 
-        specs = target.cache_specs + (() if drafter is None else drafter.cache_specs)
-        bytes_per_token = kv_bytes_per_token(specs, checkpoint.dtype)
-        self.max_model_len, num_blocks = _capacity(config, checkpoint.config, bytes_per_token)
+        plan = _plan(config, checkpoint, target, drafter)
+        for line in plan.lines():
+            logger.info("%s", line)
+        self.max_model_len = plan.max_model_len
         size = StorageSize(
-            num_blocks=num_blocks + 1,
+            num_blocks=plan.num_blocks + 1,
             block_size=config.block_size,
             num_slots=config.max_num_seqs + 1,
             max_rows=config.num_speculative_tokens + 1,
         )
-        state_bytes = state_bytes_per_slot(specs, size.max_rows) * size.num_slots
-        logger.info(
-            "recurrent state: %.1f MiB for max_num_seqs %d, besides the KV cache",
-            state_bytes / 2**20,
-            config.max_num_seqs,
-        )
         self.runner = self._build_runner(checkpoint, target, drafter, size)
-        self.cache = CacheManager(num_blocks, config.block_size, config.max_num_seqs)
+        self.cache = CacheManager(plan.num_blocks, config.block_size, config.max_num_seqs)
         self.scheduler = Scheduler(
             SchedulerConfig(
                 config.max_prefill_tokens, config.prefill_grid, config.num_speculative_tokens
@@ -117,6 +119,8 @@ class Engine:
         self._num_sequences = 0
         self._in_flight: deque[Submission] = deque()
         self._look_ahead = 0 if checkpoint.device.type == "cpu" else 1
+        if config.look_ahead is not None:
+            self._look_ahead = config.look_ahead
 
     def _build_runner(
         self,
@@ -136,7 +140,8 @@ class Engine:
             device=checkpoint.device,
             draft_top_m=1 if spec is None else spec.draft_top_m,
             synthetic_rates=None if spec is None else spec.synthetic_rates,
-            use_graphs=checkpoint.device.type == "cuda",
+            state_dtype=DTYPES[self.config.state_dtype],
+            use_graphs=checkpoint.device.type == "cuda" and not self.config.enforce_eager,
         )
         try:
             return Runner(target, drafter, options)
@@ -300,33 +305,30 @@ def _set_threads(wanted: int | None, num_parameters: int) -> None:
         torch.set_num_threads(wanted)
 
 
-def _capacity(config: EngineConfig, model: ModelConfig, bytes_per_token: int) -> tuple[int, int]:
-    """max_model_len, and how many blocks to allocate (the null block not counted)."""
-    limit, size = model.max_position_embeddings, config.block_size
-    if config.max_model_len is not None and config.max_model_len > limit:
-        raise ConfigError(
-            "max_model_len",
-            got=config.max_model_len,
-            allowed=f"at most {limit}, the checkpoint's max_position_embeddings",
-        )
-    bytes_per_block = bytes_per_token * size
-    affordable, remedy = config.kv_cache_bytes // bytes_per_block, "kv_cache_memory_gib"
-    if config.num_kv_blocks is not None:
-        affordable, remedy = config.num_kv_blocks, "num_kv_blocks"
-    max_model_len = config.max_model_len or min(limit, affordable * size)
-    per_sequence = -(-max_model_len // size)
-    if affordable < max(per_sequence, 1):
-        raise CapacityError(
-            "KV cache holds less than one sequence",
-            got=f"{affordable} blocks of {size} tokens, {bytes_per_block} bytes each",
-            allowed=f"at least {max(per_sequence, 1)} blocks for max_model_len {max_model_len}",
-            hint=f"raise {remedy} or lower max_model_len",
-        )
-    if config.num_kv_blocks is None:
-        affordable = min(affordable, per_sequence * config.max_num_seqs)
-    if max_model_len < limit:
-        logger.info("max_model_len is %d of the checkpoint's %d", max_model_len, limit)
-    logger.info(
-        "KV cache: %d blocks of %d tokens, %d bytes each", affordable, size, bytes_per_block
+def _plan(
+    config: EngineConfig, checkpoint: Checkpoint, target: CausalLM, drafter: Drafter | None
+) -> MemoryPlan:
+    """Divide the memory that is left beside the weights."""
+    specs = target.cache_specs + (() if drafter is None else drafter.cache_specs)
+    on_gpu = checkpoint.device.type == "cuda"
+    max_rows, model = config.num_speculative_tokens + 1, checkpoint.config
+    needs = MemoryNeeds(
+        weight_bytes=(
+            torch.cuda.memory_allocated(checkpoint.device)
+            if on_gpu
+            else sum(parameter.nbytes for parameter in target.parameters())
+        ),
+        workspace_bytes=(
+            workspace_bytes(config, model, checkpoint.dtype.itemsize) if on_gpu else 0
+        ),
+        slot_bytes=state_bytes_per_slot(
+            specs, max_rows, DTYPES[config.state_dtype], checkpoint.dtype
+        ),
+        block_bytes=kv_bytes_per_token(specs, checkpoint.dtype) * config.block_size,
+        block_size=config.block_size,
+        max_num_seqs=config.max_num_seqs,
+        max_model_len=config.max_model_len,
+        model_limit=model.max_position_embeddings,
+        num_kv_blocks=config.num_kv_blocks,
     )
-    return max_model_len, affordable
+    return plan_memory(measure_budget(config, checkpoint.device), needs)

@@ -286,36 +286,42 @@ def swap_concatenation(drafter: MTPDrafter) -> None:
 def read_gates_as_second_half(drafter: MTPDrafter) -> None:
     """Read q_proj as [all queries | all gates] instead of [q | gate] per head."""
     attn = drafter._head.layers[0].self_attn
-    num_rows = 2 * attn.num_heads * attn.head_dim
+    num_heads, head_dim = attn.layout.num_heads, attn.layout.head_dim
+    num_rows = 2 * num_heads * head_dim
     weight = attn.qkv_proj.weight.data
-    halves = weight[:num_rows].view(2, attn.num_heads, attn.head_dim, -1)
+    halves = weight[:num_rows].view(2, num_heads, head_dim, -1)
     weight[:num_rows] = halves.transpose(0, 1).reshape(num_rows, -1).clone()
 
 
 def gate_with_swish(drafter: MTPDrafter) -> None:
     """Multiply the attention's output by gate * sigmoid(gate)."""
     attn = drafter._head.layers[0].self_attn
+    num_heads, head_dim = attn.layout.num_heads, attn.layout.head_dim
     projected: list[Tensor] = []
-    forward_parts = attn.qkv_proj.forward_parts
 
-    def noted(x: Tensor) -> Sequence[Tensor]:
-        parts = forward_parts(x)
-        projected[:] = [parts[0]]
-        return parts
+    def noted(_module: object, _args: object, output: Tensor) -> None:
+        projected[:] = [output[:, : 2 * num_heads * head_dim]]
 
     def times_gate(_module: object, args: tuple[Tensor]) -> tuple[Tensor]:
-        q_gate = projected[0].view(len(projected[0]), attn.num_heads, -1)
-        return (args[0] * q_gate[..., attn.head_dim :].reshape(args[0].shape),)
+        q_gate = projected[0].view(len(projected[0]), num_heads, -1)
+        return (args[0] * q_gate[..., head_dim:].reshape(args[0].shape),)
 
-    attn.qkv_proj.forward_parts = noted
+    attn.qkv_proj.register_forward_hook(noted)
     attn.o_proj.register_forward_pre_hook(times_gate)
 
 
 def feed_before_the_final_norm(drafter: MTPDrafter) -> None:
     """Give the head the residual stream instead of the target's normed hidden state."""
     residual: list[Tensor] = []
-    drafter._target.norm.register_forward_pre_hook(lambda _module, args: residual.append(args[0]))
-    feed = drafter.feed
+    norm, feed = drafter._target.norm, drafter.feed
+    add = norm.add
+
+    def noted(x: Tensor | None, stream: Tensor) -> tuple[Tensor, Tensor]:
+        normed, total = add(x, stream)
+        residual.append(total)
+        return normed, total
+
+    norm.add = noted
 
     def wrong(tapped: Tensor, next_token_ids: Tensor, rows: RowBatch) -> Tensor:
         return feed(residual[-1], next_token_ids, rows)

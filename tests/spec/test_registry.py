@@ -46,6 +46,7 @@ class Successor(Drafter):
     """A toy without weights: proposes the newest token plus 1, plus 2, ..."""
 
     samples = False
+    reads_history = True
 
     def __init__(self, vocab_size: int) -> None:
         self.vocab_size = vocab_size

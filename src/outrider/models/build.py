@@ -23,6 +23,7 @@ from outrider.models.loader import (
     load_weights,
     prepare_parameters,
 )
+from outrider.models.presets import is_preset, preset_config
 from outrider.models.qwen3 import Qwen3ForCausalLM
 from outrider.models.qwen3_5 import Qwen3_5ForCausalLM
 
@@ -34,7 +35,7 @@ ARCHITECTURES: Mapping[str, Callable[[ModelConfig], CausalLM]] = {
 
 _Module = TypeVar("_Module", bound=nn.Module)
 
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 @dataclass
@@ -55,12 +56,20 @@ class Checkpoint:
 
     @classmethod
     def open(cls, path: Path, engine: EngineConfig) -> Checkpoint:
-        """Read the configuration and the tensor headers of a local folder."""
-        config = ModelConfig.from_hf(path)
+        """Read the configuration and the tensor headers of a local folder.
+
+        Args:
+            path: the folder, or a preset, which has a configuration and no tensors.
+
+        Raises:
+            CheckpointError: the folder cannot be read.
+            ConfigError: there is no such preset, or weights are asked of one, or no such device.
+        """
+        config = _read_config(path, engine)
         dtype_name = config.dtype if engine.dtype == "auto" else engine.dtype
         files = None if engine.load_format == "dummy" else WeightFiles(path)
         device = _resolve_device(engine)
-        return cls(path, config, files, _DTYPES[dtype_name], device, engine.seed, [])
+        return cls(path, config, files, DTYPES[dtype_name], device, engine.seed, [])
 
     def fill(self, module: _Module, weight_map: WeightMap) -> _Module:
         """Give a module its weights; returns it, on the device."""
@@ -76,6 +85,20 @@ class Checkpoint:
         """Check that every tensor found a place, once all modules have been filled."""
         if self.files is not None:
             check_coverage(self.files, self.reports)
+
+
+def _read_config(path: Path, engine: EngineConfig) -> ModelConfig:
+    if not is_preset(path):
+        return ModelConfig.from_hf(path)
+    config = preset_config(path)
+    if engine.load_format != "dummy":
+        raise ConfigError(
+            f"{path} is a preset, which has no weights: load_format",
+            got=engine.load_format,
+            allowed="dummy",
+            hint="set load_format to dummy for random weights, or name a checkpoint",
+        )
+    return config
 
 
 def _resolve_device(engine: EngineConfig) -> torch.device:

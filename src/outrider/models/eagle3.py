@@ -43,16 +43,17 @@ class Eagle3Layer(nn.Module):
 
     def forward(
         self,
-        embedded: Tensor,
+        embedding: Embedding,
+        token_ids: Tensor,
         hidden: Tensor,
         rows: RowBatch,
         rotary: tuple[Tensor, Tensor],
         cache: LayerCache,
     ) -> Tensor:
-        """embedded [R, H], hidden [R, H] -> [R, H]."""
-        normed = self.hidden_norm(hidden)
-        residual = normed if self.norm_before_residual else hidden
-        mixed = torch.cat((self.input_layernorm(embedded), normed), dim=-1)
+        """token_ids [R], hidden [R, H] -> [R, H]."""
+        mixed = embedding.beside(token_ids, hidden, self.input_layernorm, self.hidden_norm)
+        normed_hidden = mixed[:, hidden.shape[1] :]
+        residual = normed_hidden if self.norm_before_residual else hidden
         attended = self.self_attn(mixed, rows, rotary, cache)
         normed, residual = self.post_attention_layernorm.add(attended, residual)
         return residual + self.mlp(normed)
@@ -105,11 +106,20 @@ class Eagle3(nn.Module):
 
     @torch.inference_mode()
     def forward(
-        self, embedded: Tensor, hidden: Tensor, rows: RowBatch, caches: Sequence[LayerCache]
+        self,
+        embedding: Embedding,
+        next_token_ids: Tensor,
+        hidden: Tensor,
+        rows: RowBatch,
+        caches: Sequence[LayerCache],
     ) -> Tensor:
-        """embedded next tokens [R, H], hidden [R, H] -> the hidden state to recycle [R, H]."""
+        """next_token_ids [R], hidden [R, H] -> the hidden state to recycle [R, H].
+
+        Args:
+            embedding: of the checkpoint, or the target's where it brings none.
+        """
         rotary = self.rotary(rows.positions)
-        output = self.midlayer(embedded, hidden, rows, rotary, caches[0])
+        output = self.midlayer(embedding, next_token_ids, hidden, rows, rotary, caches[0])
         return self.norm(output) if self.config.norm_output else output
 
     @torch.inference_mode()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
@@ -61,7 +62,15 @@ class Eagle3Config:
         Raises:
             CheckpointError: a key is missing, wrong, or does not fit the target; named.
         """
-        top = Section(f"{path.name}/config.json", read_json(path / "config.json"))
+        name, config = f"{path.name}/config.json", read_json(path / "config.json")
+        return cls.from_dict(name, config, target, query_rows)
+
+    @classmethod
+    def from_dict(
+        cls, name: str, config: Mapping[str, object], target: ModelConfig, query_rows: int
+    ) -> Eagle3Config:
+        """The same from parsed JSON, which errors call `name`; raises as `from_hf` does."""
+        top = Section(name, config)
         layer = top.section("transformer_layer_config") or top
         refuse_quantized(top, layer)
         _check_layers(layer)

@@ -8,6 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from outrider.errors import CheckpointError
+from outrider.models.presets import is_preset
 
 _PATTERNS = ("*.json", "*.safetensors", "*.jinja", "*.txt")
 
@@ -15,18 +16,19 @@ _PATTERNS = ("*.json", "*.safetensors", "*.jinja", "*.txt")
 def resolve_checkpoint(model: str, revision: str | None = None) -> Path:
     """The folder that holds the checkpoint `model`.
 
-    An existing folder is returned as it is and the network is never touched. Anything else that
-    can be a hub id (`name` or `owner/name`) is downloaded, or found in the hub's local cache.
+    An existing folder is returned as it is and the network is never touched, and so is the name
+    of a preset, behind which there are no files. Anything else that can be a hub id (`name` or
+    `owner/name`) is downloaded, or found in the hub's local cache.
 
     Args:
-        model: folder or hub id.
+        model: folder, hub id or preset.
         revision: branch, tag or commit, for hub ids.
 
     Raises:
         CheckpointError: a path that does not exist or is not a folder, or a download that failed.
     """
     path = Path(model).expanduser()
-    if path.is_dir():
+    if path.is_dir() or is_preset(model):
         return path
     if path.exists():
         raise CheckpointError(

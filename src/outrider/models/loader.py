@@ -25,6 +25,7 @@ __all__ = [
     "WeightFiles",
     "WeightMap",
     "check_coverage",
+    "dummy_generator",
     "dummy_weights",
     "load_weights",
     "prepare_parameters",
@@ -219,10 +220,15 @@ def dummy_weights(module: nn.Module, seed: int) -> None:
     """
     for name, parameter in module.named_parameters():
         mean = DUMMY_MEANS[getattr(parameter, "dummy_init", "normal")]
-        generator = torch.Generator(device=parameter.device)
-        # One word for both: the CPU's generator reads the low 32 bits of its seed only.
-        generator.manual_seed(zlib.crc32(f"{seed} {name}".encode()))
+        generator = dummy_generator(name, seed, parameter.device)
         parameter.data.normal_(mean, DUMMY_STD, generator=generator)
+
+
+def dummy_generator(name: str, seed: int, device: torch.device | str) -> torch.Generator:
+    """Random numbers that depend on a name, a seed and the kind of device only."""
+    generator = torch.Generator(device=device)
+    # One word for both: the CPU's generator reads the low 32 bits of its seed only.
+    return generator.manual_seed(zlib.crc32(f"{seed} {name}".encode()))
 
 
 def _slots(module: nn.Module, weight_map: WeightMap) -> dict[str, _Slot]:

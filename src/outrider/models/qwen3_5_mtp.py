@@ -58,8 +58,10 @@ class Qwen3_5MTP(nn.Module):
         caches: Sequence[LayerCache],
     ) -> Tensor:
         """next_token_ids [R], hidden [R, H] -> [R, H] after the head's norm."""
-        embedded = self.pre_fc_norm_embedding(target.embed_tokens(next_token_ids))
-        mixed = self.fc(torch.cat((embedded, self.pre_fc_norm_hidden(hidden)), dim=-1))
+        pair = target.embed_tokens.beside(
+            next_token_ids, hidden, self.pre_fc_norm_embedding, self.pre_fc_norm_hidden
+        )
+        mixed = self.fc(pair)
         rotary = target.rotary(rows.positions)
         added, residual = self.layers[0](None, mixed, rows, rotary, caches[0])
         return self.norm.add(added, residual)[0]

@@ -50,26 +50,30 @@ class PassInputs:
 
     Attributes:
         token_ids: [R] int64.
-        next_token_ids: [R] int64, the token after each row as far as it is known before the round.
+        next_token_ids: [R] int64, the token after each row of a prompt chunk, 0 at the prompt's end;
+            None in a round, which finds out.
         slots: [S] int64.
         block_tables: [S, M] int64.
-        first_verified: [S] int64, flat row of the first verified row.
+        last_rows: [S] int64, flat rows of the prompts' ends; None in a round.
         num_drafts: [S] int64, valid drafts, at most T - 1.
         num_wanted: [S] int64, drafts to propose.
         draft_token_ids: [S, T - 1] int64.
-        is_round: the rows come from the device and leave records behind.
     """
 
     token_ids: Tensor
-    next_token_ids: Tensor
+    next_token_ids: Tensor | None
     rows: RowBatch
     slots: Tensor
     block_tables: Tensor
-    first_verified: Tensor
+    last_rows: Tensor | None
     num_drafts: Tensor
     num_wanted: Tensor
     draft_token_ids: Tensor
-    is_round: bool
+
+    @property
+    def is_round(self) -> bool:
+        """The rows come from the device and leave records behind."""
+        return self.next_token_ids is None
 
     @property
     def num_sampling(self) -> int:
@@ -160,11 +164,10 @@ class InputBuilder:
             ),
             slots=self._tensor([span.slot for span in sampling]),
             block_tables=self._block_tables(sampling) if sampling else none,
-            first_verified=self._tensor(last_rows),
+            last_rows=self._tensor(last_rows),
             num_drafts=self._tensor([0] * len(sampling)),
             num_wanted=self._tensor([span.effects.num_drafts_next for span in sampling]),
             draft_token_ids=none,
-            is_round=False,
         )
 
     def _piece_ends(self, span: Span) -> tuple[int, ...]:
@@ -183,15 +186,14 @@ class InputBuilder:
         group = RowGroup(0, num_verified, rows.slots, rows.starts, rows.num_rows, rows.block_tables)
         return PassInputs(
             token_ids=rows.token_ids,
-            next_token_ids=torch.nn.functional.pad(rows.draft_token_ids, (0, 1)).flatten(),
+            next_token_ids=None,
             rows=RowBatch((group,), rows.positions, rows.kv_index, self._slots.pending),
             slots=rows.slots,
             block_tables=rows.block_tables,
-            first_verified=torch.arange(len(rows.slots), device=self._device) * num_verified,
+            last_rows=None,
             num_drafts=rows.num_drafts,
             num_wanted=rows.num_wanted,
             draft_token_ids=rows.draft_token_ids,
-            is_round=True,
         )
 
     def chain(self, inputs: PassInputs, max_drafts: int) -> Callable[[int], RowBatch]:

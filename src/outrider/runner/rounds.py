@@ -120,6 +120,7 @@ class Runner:
             if sampling:
                 reports.append(self._speculate(sampling, inputs, work, output, masks or {}))
             else:
+                assert inputs.next_token_ids is not None, "a prompt chunk"
                 self._feed(inputs, work, output, inputs.next_token_ids)
         if batch.rounds:
             reports.append(self._round(batch.rounds, masks or {}))
@@ -205,9 +206,7 @@ class Runner:
     ) -> tuple[Decision, Tensor]:
         """Verify, commit and draft; what was decided, and the packed results."""
         shape = (inputs.num_sampling, inputs.num_verified)
-        verified = output.hidden
-        if not inputs.is_round:
-            verified = output.hidden[inputs.first_verified]
+        verified = output.hidden if inputs.last_rows is None else output.hidden[inputs.last_rows]
         logits = self.target.logits(verified).view(*shape, -1)
         decision = self._decider.decide(inputs, work, logits, masks)
         proposal = self._draft(inputs, work, output, decision)
@@ -236,8 +235,11 @@ class Runner:
         # The last committed row of a sequence is followed by the round's own token; the rows
         # before it are followed by drafts that were accepted, the rows after it by garbage.
         outcome = decision.outcome
-        last_row = inputs.first_verified + outcome.num_accepted
-        next_token_ids = inputs.next_token_ids.index_copy(0, last_row, outcome.own_token)
+        if inputs.next_token_ids is None or inputs.last_rows is None:
+            last_row, next_token_ids = outcome.last_row, outcome.token_ids.flatten()
+        else:
+            last_row = inputs.last_rows
+            next_token_ids = inputs.next_token_ids.index_copy(0, last_row, outcome.own_token)
         fed = self._feed(inputs, work, output, next_token_ids)
         if fed is None or self.drafter is None or work.max_drafts_next == 0:
             return None
@@ -273,6 +275,7 @@ class Runner:
         begin = 0
         for span in spans:
             if span.effects.num_prompt_logprobs is not None:
+                assert inputs.next_token_ids is not None, "a prompt chunk"
                 known = span.num_rows - (1 if span.next_token_id is None else 0)
                 rows = slice(begin, begin + known)
                 reports[span.sequence_id] = prompt_logprobs(

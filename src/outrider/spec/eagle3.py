@@ -18,13 +18,17 @@ from outrider.models.config import ModelConfig
 from outrider.models.eagle3 import Eagle3
 from outrider.models.eagle3_config import Eagle3Config
 from outrider.models.files import resolve_checkpoint
-from outrider.models.loader import WeightFiles, WeightMap, check_coverage
+from outrider.models.loader import WeightFiles, WeightMap, check_coverage, dummy_generator
+from outrider.models.presets import EAGLE3, is_preset, preset_draft_config
 from outrider.spec.base import ChainDrafter, Drafter, Taps
 
 logger = logging.getLogger(__name__)
 
 # The "speculators" layout calls the layer layers.0.
 _LAYER_NAMES = {"layers.0.": "midlayer."}
+
+# What the taps go through before the chain begins.
+_FIRST_STEP_ONLY = ("fc.", "input_norm.", "fc_norm.")
 
 
 class Eagle3Drafter(ChainDrafter):
@@ -33,7 +37,7 @@ class Eagle3Drafter(ChainDrafter):
     def __init__(self, draft: Eagle3, target: CausalLM, target_ids: Tensor | None) -> None:
         """target_ids: [draft_vocab_size] target id of each draft id, None for the identity."""
         self._draft = draft
-        self._embed = getattr(draft, "embed_tokens", target.embed_tokens)
+        self._embedding = getattr(draft, "embed_tokens", target.embed_tokens)
         self._target_ids = target_ids
         self.taps = Taps(layers=draft.config.tapped_layers)
         self.cache_specs = draft.cache_specs
@@ -42,11 +46,16 @@ class Eagle3Drafter(ChainDrafter):
     def target_ids(self) -> Tensor | None:
         return self._target_ids
 
+    def step_weights(self, step: int) -> tuple[Tensor, ...]:
+        left_out = ("embed_tokens.",) if step == 1 else ("embed_tokens.", *_FIRST_STEP_ONLY)
+        parameters = self._draft.named_parameters()
+        return tuple(weight for name, weight in parameters if not name.startswith(left_out))
+
     def feed(self, tapped: Tensor, next_token_ids: Tensor, rows: RowBatch) -> Tensor:
         return self.step(self._draft.project(tapped), next_token_ids, rows)
 
     def step(self, hidden: Tensor, token_ids: Tensor, rows: RowBatch) -> Tensor:
-        return self._draft(self._embed(token_ids), hidden, rows, self._caches)
+        return self._draft(self._embedding, token_ids, hidden, rows, self._caches)
 
     def logits(self, hidden: Tensor) -> Tensor:
         return self._draft.logits(hidden)
@@ -60,17 +69,21 @@ def refusal(config: ModelConfig) -> str | None:
 
 
 def set_up(checkpoint: Checkpoint, target: CausalLM, config: SpeculativeConfig) -> Drafter:
-    """Load the sidecar beside the target.
+    """Load the sidecar beside the target, or make a random one where the target is random.
 
     Raises:
         CheckpointError: it does not fit itself or the target; the tensor or field is named.
+        ConfigError: a preset beside a target with weights, or the other way round.
     """
     assert config.model is not None, "SpeculativeConfig checks that a sidecar is named"
-    if checkpoint.files is None:
+    if is_preset(config.model) != (checkpoint.files is None):
         raise ConfigError(
-            "load_format dummy with speculative method eagle3 is not built yet",
-            hint="leave speculative_config out",
+            "EAGLE3 draft: presets have random weights and go with load_format dummy only",
+            got=config.model,
+            allowed=EAGLE3 if checkpoint.files is None else "a folder or hub id",
         )
+    if is_preset(config.model):
+        return _random_drafter(checkpoint, target, config.model)
     path = resolve_checkpoint(config.model, None)
     files = WeightFiles(path)
     draft_config = _read_config(path, files, checkpoint.config)
@@ -91,6 +104,20 @@ def set_up(checkpoint: Checkpoint, target: CausalLM, config: SpeculativeConfig) 
     if target_ids is not None:
         target_ids = target_ids.to(checkpoint.device)
     return Eagle3Drafter(draft, target, target_ids)
+
+
+def _random_drafter(checkpoint: Checkpoint, target: CausalLM, preset: str) -> Drafter:
+    """Random weights, and a draft vocabulary of random target ids in ascending order."""
+    config = preset_draft_config(preset, checkpoint.config)
+    with torch.device("meta"):
+        draft = Eagle3(config, own_embedding=False)
+    checkpoint.fill(draft, Eagle3.weight_map)
+    size, vocab_size = config.draft_vocab_size, config.vocab_size
+    if size == vocab_size:
+        return Eagle3Drafter(draft, target, None)
+    generator = dummy_generator("d2t", checkpoint.seed, "cpu")  # the same ids on every device
+    ids = torch.randperm(vocab_size, generator=generator)[:size].sort().values
+    return Eagle3Drafter(draft, target, ids.to(checkpoint.device))
 
 
 def _find(files: WeightFiles, name: str) -> str | None:

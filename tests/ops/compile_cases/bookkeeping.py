@@ -12,9 +12,7 @@ from tests.ops.cross_compile import Case
 
 
 def _pointers(number: int, *, flags: tuple[int, ...] = ()) -> list[Any]:
-    return [
-        torch.empty(16, dtype=torch.bool if i in flags else torch.int64) for i in range(number)
-    ]
+    return [torch.empty(16, dtype=torch.bool if i in flags else torch.int64) for i in range(number)]
 
 
 def cases(capability: int) -> Iterator[Case]:
@@ -29,7 +27,7 @@ def cases(capability: int) -> Iterator[Case]:
             ),
         )
         for rates in (0, 3):
-            arguments = _pointers(24, flags=(4, 12, 20, 21))
+            arguments = _pointers(25, flags=(4, 12, 20, 21))
             arguments[10] = text
             arguments[7] = torch.empty(4)
             yield Case(

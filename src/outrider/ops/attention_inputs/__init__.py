@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from outrider.ops.attention_inputs.reference import attention_inputs_reference
+from outrider.ops.dispatch import overlaps_launches, uses_kernels
 
 SUPPORTED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -53,7 +54,7 @@ def attention_inputs(
     """Norm and rotate queries and keys, and write keys and values into the pool.
 
     Args:
-        projected: [R, layout.width].
+        projected: [R, layout.width]; rows may lie any distance apart.
         norms: None for an architecture without them.
         angles: cos and sin of each row's position, [R, P] float32 each, see ops.rotary.
         kv_pool: [2, num_blocks, Hkv, block_size, D], written in place.
@@ -66,4 +67,9 @@ def attention_inputs(
     assert projected.dtype in SUPPORTED_DTYPES and projected.dtype == kv_pool.dtype
     assert projected.dim() == 2 and projected.shape[1] == layout.width, projected.shape
     assert kv_pool.shape[2] == layout.num_kv_heads and kv_pool.shape[4] == layout.head_dim
+    if uses_kernels(projected):
+        from outrider.ops.attention_inputs.triton import attention_inputs_kernel
+
+        pdl = overlaps_launches(projected)
+        return attention_inputs_kernel(projected, layout, norms, angles, kv_pool, kv_index, pdl=pdl)
     return attention_inputs_reference(projected, layout, norms, angles, kv_pool, kv_index)

@@ -141,13 +141,16 @@ def commit_round_reference(
         table.stop_token_ids[slots],
     )
     live = ~table.finished[slots]
+    num_accepted = torch.where(live, num_accepted, 0)
+    first_row = torch.arange(sampled.shape[0], device=slots.device) * sampled.shape[1]
     outcome = RoundOutcome(
-        num_accepted=torch.where(live, num_accepted, 0),
+        num_accepted=num_accepted,
         num_emitted=torch.where(live, trimmed.num_emitted, 0),
         stopped=trimmed.stopped & live,
         at_limit=trimmed.at_limit & live,
         token_ids=token_ids,
         own_token=own,
+        last_row=first_row + num_accepted,
     )
     _move_on(outcome, slots, num_drafts, live, table, is_round)
     return outcome

@@ -168,6 +168,7 @@ def _commit_round(
     p_out_at_limit,
     p_out_tokens,  # [B, T]
     p_out_own,
+    p_out_last_row,
     stride_text,
     T: tl.constexpr,
     ROWS: tl.constexpr,
@@ -216,7 +217,9 @@ def _commit_round(
     stopped = first_stop < ROWS
     emitted = tl.where(stopped, first_stop + 1, emitted)
     at_limit = committed + emitted >= limit
-    tl.store(p_out_accepted + b, tl.where(live, accepted, 0))
+    accepted = tl.where(live, accepted, 0)
+    tl.store(p_out_accepted + b, accepted)
+    tl.store(p_out_last_row + b, b * T + accepted)
     tl.store(p_out_emitted + b, tl.where(live, emitted, 0))
     tl.store(p_out_stopped + b, stopped & live)
     tl.store(p_out_at_limit + b, at_limit & live)
@@ -260,6 +263,7 @@ def commit_round_kernel(
         at_limit=empty(batch, dtype=torch.bool),
         token_ids=empty(batch, rows),
         own_token=empty(batch),
+        last_row=empty(batch),
     )
     num_stops = table.stop_token_ids.shape[1]
     num_rates = 0 if synthetic_rates is None else synthetic_rates.shape[0]
@@ -289,6 +293,7 @@ def commit_round_kernel(
         outcome.at_limit,
         outcome.token_ids,
         outcome.own_token,
+        outcome.last_row,
         table.token_ids.stride(0),
         rows,
         triton.next_power_of_2(rows),

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from outrider.ops.dispatch import overlaps_launches, uses_kernels
 from outrider.ops.rotary.reference import rotary_angles_reference, rotary_reference
 
 SUPPORTED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -20,6 +21,11 @@ def rotary_angles(
     Returns:
         cos, sin, each [R, P] float32, contiguous.
     """
+    if uses_kernels(positions):
+        from outrider.ops.rotary.triton import rotary_angles_kernel
+
+        pdl = overlaps_launches(positions)
+        return rotary_angles_kernel(positions, inverse_frequencies, scale, pdl=pdl)
     return rotary_angles_reference(positions, inverse_frequencies, scale)
 
 

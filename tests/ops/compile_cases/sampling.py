@@ -1,0 +1,119 @@
+"""Noise and sampling: every kernel of every launcher, on tensors without a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+from triton.runtime.jit import JITFunction
+
+from outrider.ops.philox import triton as philox
+from outrider.ops.philox.triton import race_times_kernel, uniforms_kernel
+from outrider.ops.sampling import launch, triton, triton_threshold
+from tests.ops.cross_compile import Case
+
+CHUNK_STATS, COLLECT = triton._chunk_stats, triton_threshold._collect
+SELECT, RACE, FINISH = triton_threshold._select, triton._race, triton._finish
+PROBS, EMIT_TOP, DRAW_LISTED = triton._probs, triton._emit_top, triton._draw_listed
+
+VOCAB_SIZES = {
+    torch.bfloat16: (151936, 248320),
+    torch.float16: (32000,),
+    torch.float32: (248320, 7),
+}
+
+
+def compiled(kernel: Any, launch: Callable[[], object]) -> Any:
+    """Of the kernels that `launch` would run, one is compiled, and none runs."""
+    run, results = JITFunction.run, []
+
+    def compile_only(self: Any, *args: Any, warmup: bool, **options: Any) -> None:
+        if self is kernel:
+            results.append(run(self, *args, warmup=True, **options))
+
+    with mock.patch.object(JITFunction, "run", compile_only):
+        launch()
+    (result,) = results
+    return result
+
+
+def launches(
+    dtype: torch.dtype, vocab_size: int, pdl: bool
+) -> Iterator[tuple[str, Callable[[], object], tuple[Any, ...]]]:
+    """Name, call and kernels of everything that reads logits of a dtype."""
+    logits = torch.empty((2, vocab_size), dtype=dtype)
+    float_row, id_row = torch.zeros(2), torch.zeros(2, dtype=torch.int64)
+    token_ids = torch.zeros(vocab_size, dtype=torch.int64)
+    law = (float_row, id_row, float_row, float_row)
+    for ids in (None, token_ids):
+        name = "" if ids is None else " mapped"
+        yield (
+            f"argmax{name}",
+            lambda ids=ids: launch.argmax_kernel(logits, ids, pdl=pdl),
+            (CHUNK_STATS, FINISH),
+        )
+        yield (
+            f"sample{name}",
+            lambda ids=ids: launch.sample_kernel(logits, law, id_row, id_row, ids, 0, pdl=pdl),
+            (CHUNK_STATS, COLLECT, SELECT, RACE, FINISH),
+        )
+    yield (
+        "processed_probs",
+        lambda: launch.processed_probs_kernel(logits, law, pdl=pdl),
+        (COLLECT, SELECT, PROBS),
+    )
+    for m in (1, 32, 1024):
+        if m <= vocab_size:
+            yield (
+                f"top_m {m}",
+                lambda m=m: launch.top_m_kernel(logits, m, pdl=pdl),
+                (CHUNK_STATS, COLLECT, EMIT_TOP),
+            )
+            scores = torch.empty((2, m), dtype=dtype)
+            ids = torch.zeros((2, m), dtype=torch.int64)
+
+            def listed(scores: Tensor = scores, ids: Tensor = ids) -> object:
+                return launch.draw_listed_kernel(scores, ids, law, id_row, id_row, 1, 3, pdl=pdl)
+
+            yield f"draw_listed {m}", listed, (DRAW_LISTED,)
+
+
+def noise_launches(
+    vocab_size: int, pdl: bool
+) -> Iterator[tuple[str, Callable[[], object], tuple[Any, ...]]]:
+    """The same of what takes float32 weights or no logits at all."""
+    weights, row = torch.empty((2, vocab_size)), torch.zeros(2, dtype=torch.int64)
+    for index in (3, row):
+        name = "an index" if index is row else "one index"
+        yield (
+            f"race, {name}",
+            lambda index=index: launch.race_kernel(weights, row, row, 3, index, pdl=pdl),
+            (RACE, FINISH),
+        )
+        for ids in (None, weights.long()):
+            yield (
+                f"race_times, {name}, {'all' if ids is None else 'listed'}",
+                lambda index=index, ids=ids: race_times_kernel(
+                    row, row, vocab_size, 3, index, token_ids=ids, pdl=pdl
+                ),
+                (philox._race_times,),
+            )
+    yield "uniforms", lambda: uniforms_kernel(row, row, 5, 2, pdl=pdl), (philox._uniforms,)
+
+
+def cases(capability: int) -> Iterator[Case]:
+    pdl = capability >= 90
+    for dtype, vocab_sizes in VOCAB_SIZES.items():
+        if dtype == torch.bfloat16 and capability < 80:
+            continue
+        for vocab_size in vocab_sizes:
+            for name, call, kernels in launches(dtype, vocab_size, pdl):
+                for kernel in kernels:
+                    title = f"{name} {kernel.__name__} {vocab_size} {dtype}"
+                    yield Case(title, lambda k=kernel, call=call: compiled(k, call))
+    for name, call, kernels in noise_launches(248320, pdl):
+        for kernel in kernels:
+            yield Case(f"{name} {kernel.__name__}", lambda k=kernel, call=call: compiled(k, call))
