@@ -1,51 +1,180 @@
-"""The engine on a GPU, with the reference operations: right, not yet fast."""
+"""The engine on a GPU: the text does not depend on speculation, company, graphs or look-ahead.
+
+The bundled models, at every k and method, bit for bit in all three types. bench/lossless.py does
+the same at the shapes of large models.
+"""
 
 from __future__ import annotations
 
-from pathlib import Path
+from collections.abc import Sequence
+from functools import cache
 
 import pytest
 
-from outrider import LLM, SamplingParams, SpeculativeConfig
+from outrider import LLM, EngineConfig, SamplingParams, SpeculativeConfig
+from outrider.engine import Engine
+from tests.harness import random_tokens, run_requests, tokens_of
 from tests.trained import trained_folder, trained_pair
 
 pytestmark = pytest.mark.gpu
 
-PROMPTS = ["def read_lines(path):\n", "The old house stood at the end of the lane", "import os\n"]
-PARAMS = [
-    SamplingParams(max_tokens=32, temperature=0, ignore_eos=True),
-    SamplingParams(max_tokens=32, temperature=0, repetition_penalty=1.2, logprobs=2),
-    SamplingParams(max_tokens=32, temperature=0.8, seed=5, draft_sampling="coupled"),
-]
+NUM_TOKENS = 48
+TEXTS = ["def read_lines(path):\n", "The old house stood at the end of the lane", "import os\n"]
+METHODS = ["mtp", "eagle3", "ngram"]
 
 
-def texts(model: Path, spec: SpeculativeConfig | None, device: str) -> list[tuple[int, ...]]:
-    llm = LLM(
-        str(model),
-        speculative_config=spec,
-        device=device,
-        dtype="float32",
-        max_num_seqs=4,
-        kv_cache_memory_gib=0.25,
+def method_config(method: str, num_drafts: int) -> tuple[str, SpeculativeConfig]:
+    """Folder of the target, and how to draft for it."""
+    if method == "eagle3":
+        target, draft = trained_pair()
+        return str(target), SpeculativeConfig(method, str(draft), num_drafts)
+    return str(trained_folder("tiny-qwen3.5")), SpeculativeConfig(method, None, num_drafts)
+
+
+def make(
+    model: str,
+    dtype: str,
+    spec: SpeculativeConfig | None,
+    *,
+    max_num_seqs: int = 8,
+    **options: object,
+) -> Engine:
+    return Engine(
+        EngineConfig(
+            model,
+            dtype=dtype,  # type: ignore[arg-type]
+            device="cuda",
+            max_num_seqs=max_num_seqs,
+            max_model_len=320,
+            kv_cache_memory_gib=0.5,
+            debug_checks=True,
+            speculative_config=spec,
+            **options,  # type: ignore[arg-type]
+        )
     )
-    outputs = llm.generate(PROMPTS, PARAMS)
-    assert isinstance(outputs, list)
-    assert all(output.error is None for output in outputs)
-    return [output.token_ids for output in outputs]
 
 
-def test_the_gpu_writes_the_same_text_with_every_method_and_without() -> None:
-    hybrid, (target, draft) = trained_folder("tiny-qwen3.5"), trained_pair()
-    cases = [
-        (hybrid, SpeculativeConfig("mtp")),
-        (hybrid, SpeculativeConfig("ngram")),
-        (target, SpeculativeConfig("eagle3", str(draft))),
+def prompts(number: int) -> list[list[int]]:
+    return [random_tokens(1 + index * 29 % 200, 4096, index) for index in range(number)]
+
+
+def params(number: int, temperature: float) -> list[SamplingParams]:
+    return [
+        SamplingParams(
+            max_tokens=NUM_TOKENS,
+            temperature=temperature,
+            seed=index,
+            ignore_eos=True,
+            draft_sampling="coupled" if temperature else None,
+        )
+        for index in range(number)
     ]
-    for model, spec in cases:
-        assert texts(model, spec, "cuda") == texts(model, None, "cuda")
 
 
-def test_a_greedy_text_begins_as_on_the_cpu() -> None:
-    model = trained_folder("tiny-qwen3.5")
-    gpu, cpu = (texts(model, SpeculativeConfig("mtp"), device)[0] for device in ("cuda", "cpu"))
-    assert gpu[:8] == cpu[:8]
+@cache
+def plain(model: str, dtype: str, number: int, temperature: float) -> list[tuple[int, ...]]:
+    engine = make(model, dtype, None)
+    return tokens_of(run_requests(engine, prompts(number), params(number, temperature)))
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("num_drafts", [1, 2, 3, 5, 8])
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_text_does_not_depend_on_speculation(
+    dtype: str, method: str, num_drafts: int, temperature: float
+) -> None:
+    model, spec = method_config(method, num_drafts)
+    expected = plain(model, dtype, 20, temperature)
+    engine = make(model, dtype, spec)
+    outputs = run_requests(engine, prompts(20), params(20, temperature))
+    assert tokens_of(outputs) == expected
+    assert sum(r.num_accepted for output in outputs for r in output.rounds) > 0
+    assert engine.cache.is_idle
+
+
+@pytest.mark.parametrize("max_num_seqs", [1, 7, 32, 64])
+@pytest.mark.parametrize("method", ["mtp", "eagle3"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_text_does_not_depend_on_company(dtype: str, method: str, max_num_seqs: int) -> None:
+    model, spec = method_config(method, 3)
+    number = min(max(max_num_seqs, 4), 64)
+    expected = plain(model, dtype, number, 0.0)
+    engine = make(model, dtype, spec, max_num_seqs=max_num_seqs)
+    arrivals: Sequence[int] = [index * 5 % 23 for index in range(number)]
+    outputs = run_requests(engine, prompts(number), params(number, 0.0), arrivals)
+    assert tokens_of(outputs) == expected
+
+
+@pytest.mark.parametrize("look_ahead", [0, 1, 2])
+@pytest.mark.parametrize("enforce_eager", [False, True])
+@pytest.mark.parametrize("method", METHODS)
+def test_text_does_not_depend_on_graphs_or_look_ahead(
+    method: str, enforce_eager: bool, look_ahead: int
+) -> None:
+    model, spec = method_config(method, 3)
+    expected = plain(model, "bfloat16", 12, 0.0)
+    engine = make(model, "bfloat16", spec, enforce_eager=enforce_eager, look_ahead=look_ahead)
+    outputs = run_requests(engine, prompts(12), params(12, 0.0))
+    assert tokens_of(outputs) == expected
+
+
+@pytest.mark.parametrize("state_dtype", ["float16", "bfloat16"])
+def test_states_of_16_bits_are_rounded_alike_with_and_without_drafts(state_dtype: str) -> None:
+    model, spec = method_config("mtp", 3)
+    texts = [
+        tokens_of(
+            run_requests(
+                make(model, "bfloat16", each, state_dtype=state_dtype), prompts(8), params(8, 0.0)
+            )
+        )
+        for each in (None, spec)
+    ]
+    assert texts[0] == texts[1]
+
+
+def test_memory_that_runs_out_moves_younger_sequences_and_loses_nobody() -> None:
+    model, spec = method_config("mtp", 3)
+    engine = make(model, "bfloat16", spec, num_kv_blocks=9)
+    outputs = run_requests(engine, prompts(12), params(12, 0.0))
+    assert [len(output.token_ids) for output in outputs] == [NUM_TOKENS] * 12
+    assert engine.scheduler.num_preemptions > 0 and engine.cache.is_idle
+
+
+def test_every_kind_of_request_shares_a_batch() -> None:
+    model, spec = method_config("mtp", 3)
+    each = [
+        SamplingParams(max_tokens=32, temperature=0, ignore_eos=True),
+        SamplingParams(max_tokens=32, temperature=0, repetition_penalty=1.2, logprobs=2),
+        SamplingParams(max_tokens=32, temperature=0.8, seed=5, draft_sampling="coupled"),
+        SamplingParams(max_tokens=32, temperature=1.0, seed=6, top_k=20, top_p=0.9),
+        SamplingParams(max_tokens=32, temperature=0, speculation=False, ignore_eos=True),
+    ]
+    texts = [*TEXTS, *TEXTS[:2]]
+    outputs = [
+        LLM(
+            model,
+            speculative_config=each_spec,
+            device="cuda",
+            dtype="float32",
+            max_num_seqs=4,
+            kv_cache_memory_gib=0.25,
+        ).generate(texts, each)
+        for each_spec in (None, spec)
+    ]
+    for without, with_drafts in zip(*outputs, strict=True):  # type: ignore[arg-type]
+        assert without.error is None and with_drafts.error is None
+    for index in (0, 1, 2, 4):  # a sampled draft keeps the law and not the text
+        assert outputs[0][index].token_ids == outputs[1][index].token_ids  # type: ignore[index]
+
+
+@pytest.mark.parametrize("method", ["mtp", "eagle3"])
+def test_a_greedy_text_begins_as_on_the_cpu(method: str) -> None:
+    model, spec = method_config(method, 3)
+    gpu, cpu = (
+        LLM(
+            model, speculative_config=spec, device=device, dtype="float32", kv_cache_memory_gib=0.25
+        ).generate(TEXTS[0], SamplingParams(max_tokens=16, temperature=0))
+        for device in ("cuda", "cpu")
+    )
+    assert gpu.token_ids[:8] == cpu.token_ids[:8]
