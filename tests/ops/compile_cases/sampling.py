@@ -12,12 +12,12 @@ from triton.runtime.jit import JITFunction
 
 from outrider.ops.philox import triton as philox
 from outrider.ops.philox.triton import race_times_kernel, uniforms_kernel
-from outrider.ops.sampling import launch, triton, triton_threshold
+from outrider.ops.sampling import triton, triton_rows, triton_threshold
 from tests.ops.cross_compile import Case
 
-CHUNK_STATS, COLLECT = triton._chunk_stats, triton_threshold._collect
-SELECT, RACE, FINISH = triton_threshold._select, triton._race, triton._finish
-PROBS, EMIT_TOP, DRAW_LISTED = triton._probs, triton._emit_top, triton._draw_listed
+COLLECT, SELECT = triton_threshold._collect, triton_threshold._select
+CHUNK_STATS, RACE, FINISH = triton_rows._chunk_stats, triton_rows._race, triton_rows._finish
+PROBS, EMIT_TOP, DRAW_LISTED = triton_rows._probs, triton_rows._emit_top, triton_rows._draw_listed
 
 VOCAB_SIZES = {
     torch.bfloat16: (151936, 248320),
@@ -52,31 +52,31 @@ def launches(
         name = "" if ids is None else " mapped"
         yield (
             f"argmax{name}",
-            lambda ids=ids: launch.argmax_kernel(logits, ids, pdl=pdl),
+            lambda ids=ids: triton.argmax_kernel(logits, ids, pdl=pdl),
             (CHUNK_STATS, FINISH),
         )
         yield (
             f"sample{name}",
-            lambda ids=ids: launch.sample_kernel(logits, law, id_row, id_row, ids, 0, pdl=pdl),
+            lambda ids=ids: triton.sample_kernel(logits, law, id_row, id_row, ids, 0, pdl=pdl),
             (CHUNK_STATS, COLLECT, SELECT, RACE, FINISH),
         )
     yield (
         "processed_probs",
-        lambda: launch.processed_probs_kernel(logits, law, pdl=pdl),
+        lambda: triton.processed_probs_kernel(logits, law, pdl=pdl),
         (COLLECT, SELECT, PROBS),
     )
     for m in (1, 32, 1024):
         if m <= vocab_size:
             yield (
                 f"top_m {m}",
-                lambda m=m: launch.top_m_kernel(logits, m, pdl=pdl),
+                lambda m=m: triton.top_m_kernel(logits, m, pdl=pdl),
                 (CHUNK_STATS, COLLECT, EMIT_TOP),
             )
             scores = torch.empty((2, m), dtype=dtype)
             ids = torch.zeros((2, m), dtype=torch.int64)
 
             def listed(scores: Tensor = scores, ids: Tensor = ids) -> object:
-                return launch.draw_listed_kernel(scores, ids, law, id_row, id_row, 1, 3, pdl=pdl)
+                return triton.draw_listed_kernel(scores, ids, law, id_row, id_row, 1, 3, pdl=pdl)
 
             yield f"draw_listed {m}", listed, (DRAW_LISTED,)
 
@@ -90,7 +90,7 @@ def noise_launches(
         name = "an index" if index is row else "one index"
         yield (
             f"race, {name}",
-            lambda index=index: launch.race_kernel(weights, row, row, 3, index, pdl=pdl),
+            lambda index=index: triton.race_kernel(weights, row, row, 3, index, pdl=pdl),
             (RACE, FINISH),
         )
         for ids in (None, weights.long()):
