@@ -9,10 +9,10 @@ from torch import Tensor
 
 from outrider.batch import Tier
 from outrider.ops.bookkeeping import RoundOutcome, Verdict, commit_round
-from outrider.ops.philox import Purpose, race_times, uniforms
+from outrider.ops.philox import Purpose, uniforms
+from outrider.ops.sampling import argmax, race
 from outrider.runner.inputs import PassInputs, Work
 from outrider.runner.slots import SlotTable
-from outrider.sampling.arrays import SamplingArrays
 from outrider.sampling.rules import BlockContext
 from outrider.sampling.sampler import sample_rows, target_probs
 from outrider.spec.choose import MODES
@@ -28,13 +28,11 @@ class Decision:
         outcome: what is emitted; the slot table has moved on already.
         logits: [S, T, V] as the target gave them.
         ruled_logits: [S, T, V] after the rules; the same tensor where there are none.
-        by_row: sampling entries of shape [S * T].
     """
 
     outcome: RoundOutcome
     logits: Tensor
     ruled_logits: Tensor
-    by_row: SamplingArrays
 
 
 class Decider:
@@ -65,15 +63,17 @@ class Decider:
             )
             ruled = table.rules.apply(logits, slots, context)
         flat = ruled.view(-1, logits.shape[-1])
-        by_row = table.sampling.gather(slots.repeat_interleave(logits.shape[1]))
-        row = torch.arange(logits.shape[1], device=slots.device)
-        drawn_at = table.num_committed[slots][:, None] + row
-        sampled = sample_rows(flat, by_row, drawn_at.flatten(), all_greedy=work.tier is Tier.GREEDY)
-        sampled = sampled.view(logits.shape[:2])
         verdict = None
-        if work.verifies_sampled:
-            probs = target_probs(flat, by_row).view(logits.shape)
-            verdict = self._block(inputs, probs, sampled)
+        if work.tier is Tier.GREEDY:
+            sampled = argmax(flat).view(logits.shape[:2])
+        else:
+            by_row = table.sampling.gather(slots.repeat_interleave(logits.shape[1]))
+            row = torch.arange(logits.shape[1], device=slots.device)
+            drawn_at = table.num_committed[slots][:, None] + row
+            sampled = sample_rows(flat, by_row, drawn_at.flatten()).view(logits.shape[:2])
+            if work.verifies_sampled:
+                probs = target_probs(flat, by_row).view(logits.shape)
+                verdict = self._block(inputs, probs, sampled)
         outcome = commit_round(
             sampled,
             slots,
@@ -84,7 +84,7 @@ class Decider:
             verdict=verdict,
             synthetic_rates=self._synthetic_rates,
         )
-        return Decision(outcome, logits, ruled, by_row)
+        return Decision(outcome, logits, ruled)
 
     def _block(self, inputs: PassInputs, probs: Tensor, sampled: Tensor) -> Verdict:
         """What the rule `block` says, for the sequences that sample their drafts."""
@@ -98,10 +98,7 @@ class Decider:
         draws = uniforms(seeds, num_committed, most, Purpose.ACCEPT)
         num_accepted = accept_block(terms, draws)
         weights = residual_probs(probs, num_accepted, inputs.num_drafts, law, terms)
-        times = race_times(
-            seeds, num_committed, probs.shape[-1], Purpose.RESIDUAL, index=num_accepted
-        )
-        redrawn = (times / weights).argmin(-1)
+        redrawn = race(weights, seeds, num_committed, Purpose.RESIDUAL, num_accepted)
         # After a whole block the token is the target's own draw, as without speculation.
         bonus = sampled.gather(1, num_accepted[:, None])[:, 0]
         own_token = torch.where(num_accepted < inputs.num_drafts, redrawn, bonus)

@@ -50,7 +50,7 @@ class PassInputs:
 
     Attributes:
         token_ids: [R] int64.
-        next_token_ids: [R] int64, the token after each row of a prompt chunk, 0 at the prompt's end;
+        next_token_ids: [R] int64, the token after each row of a prompt chunk, 0 at its end;
             None in a round, which finds out.
         slots: [S] int64.
         block_tables: [S, M] int64.

@@ -61,26 +61,25 @@ def prompt_logprobs(
 
 
 def emitted_logprobs(
-    spans: Sequence[Span], decision: Decision
+    spans: Sequence[Span], decision: Decision, sampling: SamplingArrays
 ) -> dict[int, tuple[TokenLogprobs, ...]]:
     """By sequence id, for the spans that ask; waits for the device where one does."""
     return {
-        span.sequence_id: _emitted(span, decision, index, int(decision.outcome.num_emitted[index]))
+        span.sequence_id: _emitted(span, decision, index, sampling)
         for index, span in enumerate(spans)
         if span.effects.num_logprobs is not None
     }
 
 
 def _emitted(
-    span: Span, decision: Decision, index: int, num_emitted: int
+    span: Span, decision: Decision, index: int, sampling: SamplingArrays
 ) -> tuple[TokenLogprobs, ...]:
     assert span.effects.num_logprobs is not None, span
+    num_emitted = int(decision.outcome.num_emitted[index])
     if span.effects.processed_logprobs:
-        num_rows = decision.logits.shape[1]
-        rows = torch.arange(num_emitted, device=decision.logits.device) + index * num_rows
-        scores = processed_logprobs(
-            decision.ruled_logits[index, :num_emitted], decision.by_row.gather(rows)
-        )
+        slots = torch.full((num_emitted,), span.slot, device=decision.logits.device)
+        ruled = decision.ruled_logits[index, :num_emitted]
+        scores = processed_logprobs(ruled, sampling.gather(slots))
     else:
         scores = raw_logprobs(decision.logits[index, :num_emitted])
     tokens = decision.outcome.token_ids[index, :num_emitted]

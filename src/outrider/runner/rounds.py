@@ -21,9 +21,12 @@ from outrider.runner.slots import SlotTable
 from outrider.runner.storage import StorageSize, allocate_caches
 from outrider.spec.base import Drafter, Frontier
 from outrider.spec.choose import DraftChooser, Proposal
+from outrider.spec.names import DraftSampling
 
 Masks = dict[int, Tensor]
 """Grammar masks by sequence id: [rows, ceil(V / 32)] int32, one row for each verified row."""
+
+_ARGMAX_ONLY = frozenset((DraftSampling.ARGMAX,))
 
 
 @dataclass(frozen=True)
@@ -199,7 +202,7 @@ class Runner:
         stacked = _stack_masks(spans, inputs, masks, self.target.config.vocab_size)
         decision, packed = self._decide_and_draft(inputs, work, output, stacked)
         report = PassReport.begin(spans, packed, _layout(work, inputs.num_verified))
-        return report.with_logprobs(emitted_logprobs(spans, decision))
+        return report.with_logprobs(emitted_logprobs(spans, decision, self.slots.sampling))
 
     def _decide_and_draft(
         self, inputs: PassInputs, work: Work, output: TargetOutput, masks: Tensor | None
@@ -251,9 +254,10 @@ class Runner:
     def _frontier(self, inputs: PassInputs, work: Work) -> Frontier:
         table, slots = self.slots, inputs.slots
         num_committed = table.num_committed[slots]
+        draws = work.draft_modes != _ARGMAX_ONLY  # else nobody reads the parameters
         chooser = DraftChooser(
-            table.draft_modes[slots],
-            table.sampling.gather(slots),
+            table.draft_modes[slots] if draws else table.draft_modes,
+            table.sampling.gather(slots) if draws else table.sampling,
             num_committed,
             self.options.draft_top_m,
             work.draft_modes,

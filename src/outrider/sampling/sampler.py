@@ -5,7 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from outrider.ops.dispatch import uses_kernels
 from outrider.ops.philox import race_times
+from outrider.ops.sampling import argmax, processed_probs, sample
 from outrider.sampling.arrays import SamplingArrays
 
 
@@ -20,24 +22,9 @@ def target_probs(logits: Tensor, sampling: SamplingArrays) -> Tensor:
         [R, V] float32 (float64 for float64 logits), rows sum to 1. Ties at the top-k and top-p
         thresholds are kept or cut by id, the lower id first.
     """
-    wide = logits if logits.dtype == torch.float64 else logits.float()
-    temperature = torch.where(sampling.temperature > 0, sampling.temperature, 1.0)
-    probs = torch.softmax(wide / temperature[:, None].to(wide.dtype), dim=-1)
-    vocab_size = logits.shape[-1]
-    if bool(((sampling.top_k < vocab_size) | (sampling.top_p < 1)).any()):
-        ordered, ids = probs.sort(dim=-1, descending=True, stable=True)
-        rank = torch.arange(vocab_size, device=logits.device)
-        kept = torch.where(rank < sampling.top_k[:, None], ordered, 0.0)
-        # Top-p looks at the distribution that top-k left.
-        before = (kept.cumsum(-1) - kept) / kept.sum(-1, keepdim=True)
-        # A top-p that float32 rounds to 0 must not empty the row, nor one of 1 cut its tail.
-        always = (rank == 0) | (sampling.top_p[:, None] >= 1)
-        open_nucleus = (before < sampling.top_p[:, None]) | always
-        kept = torch.where(open_nucleus, kept, 0.0)
-        probs = torch.zeros_like(probs).scatter(-1, ids, kept)
-    threshold = sampling.min_p[:, None].to(probs.dtype) * probs.amax(-1, keepdim=True)
-    probs = torch.where(probs >= threshold, probs, 0.0)
-    return probs / probs.sum(-1, keepdim=True)
+    return processed_probs(
+        logits, sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p
+    )
 
 
 def sample_rows(
@@ -55,10 +42,19 @@ def sample_rows(
     Returns:
         [R] int64.
     """
-    greedy = logits.argmax(-1)
     if all_greedy:
-        return greedy
+        return argmax(logits)
+    if uses_kernels(logits):
+        return sample(
+            logits,
+            sampling.temperature,
+            sampling.top_k,
+            sampling.top_p,
+            sampling.min_p,
+            sampling.seeds,
+            positions,
+        )
     probs = target_probs(logits, sampling)
     times = race_times(sampling.seeds, positions, logits.shape[-1])
     sampled = (times / probs).argmin(-1)
-    return torch.where(sampling.temperature > 0, sampled, greedy)
+    return torch.where(sampling.temperature > 0, sampled, argmax(logits))

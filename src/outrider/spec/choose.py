@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from outrider.ops.philox import Purpose, race_times_of
+from outrider.ops.philox import Purpose
+from outrider.ops.sampling import argmax, draw_listed, sample, top_m
 from outrider.sampling.arrays import SamplingArrays
-from outrider.sampling.sampler import target_probs
 from outrider.spec.names import DraftSampling
 from outrider.spec.verify import SparseLaw
 
@@ -66,34 +66,54 @@ class DraftChooser:
             logits: [B, V'].
             target_ids: [V'], or None for the identity.
         """
-        chosen = _to_target(logits.argmax(-1), target_ids)
-        if DraftSampling.COUPLED in self._used:
-            coupled = self._coupled(logits, target_ids)
-            chosen = torch.where(self._modes == MODES.index(DraftSampling.COUPLED), coupled, chosen)
-        if DraftSampling.SAMPLED in self._used:
-            sampled = self._sampled(logits, target_ids)
-            chosen = torch.where(self._modes == MODES.index(DraftSampling.SAMPLED), sampled, chosen)
+        modes = [mode for mode in MODES if mode in self._used] or [DraftSampling.ARGMAX]
+        drawn = {mode: self._draw(mode, logits, target_ids) for mode in modes}
+        chosen = drawn.pop(modes[0])
+        for mode, tokens in drawn.items():
+            chosen = torch.where(self._modes == MODES.index(mode), tokens, chosen)
         self._chosen.append(chosen)
         return chosen
 
+    def _draw(self, mode: DraftSampling, logits: Tensor, target_ids: Tensor | None) -> Tensor:
+        """Every sequence's token [B], as if all of them had this mode."""
+        if mode is DraftSampling.COUPLED:
+            return self._coupled(logits, target_ids)
+        if mode is DraftSampling.SAMPLED:
+            return self._sampled(logits, target_ids)
+        return argmax(logits, target_ids)
+
     def _coupled(self, logits: Tensor, target_ids: Tensor | None) -> Tensor:
         """The token that the target would draw here if its distribution were the draft's."""
-        ids = torch.arange(logits.shape[-1], device=logits.device)
-        ids = (ids if target_ids is None else target_ids).expand(logits.shape[0], -1)
-        position = self._num_committed + len(self._chosen)
-        times = race_times_of(self._sampling.seeds, position, ids, Purpose.TARGET)
-        best = (times / target_probs(logits, self._sampling)).argmin(-1)
-        drawn = torch.where(self._sampling.temperature > 0, best, logits.argmax(-1))
-        return _to_target(drawn, target_ids)
+        law = self._sampling
+        return sample(
+            logits,
+            law.temperature,
+            law.top_k,
+            law.top_p,
+            law.min_p,
+            law.seeds,
+            self._num_committed + len(self._chosen),
+            target_ids,
+        )
 
     def _sampled(self, logits: Tensor, target_ids: Tensor | None) -> Tensor:
-        scores, draft_ids = logits.topk(min(self._top_m, logits.shape[-1]), dim=-1)
-        ids = _to_target(draft_ids, target_ids)
-        probs = target_probs(scores, self._sampling)
-        index = len(self._chosen)
-        times = race_times_of(self._sampling.seeds, self._num_committed, ids, Purpose.DRAFT, index)
+        scores, draft_ids = top_m(logits, min(self._top_m, logits.shape[-1]))
+        ids = draft_ids if target_ids is None else target_ids[draft_ids]
+        law = self._sampling
+        tokens, probs = draw_listed(
+            scores,
+            ids,
+            law.temperature,
+            law.top_k,
+            law.top_p,
+            law.min_p,
+            law.seeds,
+            self._num_committed,
+            Purpose.DRAFT,
+            len(self._chosen),
+        )
         self._laws.append(SparseLaw(ids, probs))
-        return ids.gather(-1, (times / probs).argmin(-1, keepdim=True))[:, 0]
+        return tokens
 
     def proposal(self, num_drafts: Tensor) -> Proposal:
         """Everything chosen so far."""
@@ -104,7 +124,3 @@ class DraftChooser:
                 torch.stack([law.probs for law in self._laws], dim=1),
             )
         return Proposal(torch.stack(self._chosen, dim=1), num_drafts, q)
-
-
-def _to_target(draft_ids: Tensor, target_ids: Tensor | None) -> Tensor:
-    return draft_ids if target_ids is None else target_ids[draft_ids]
