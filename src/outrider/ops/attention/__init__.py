@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from outrider.ops.attention.reference import paged_attention_reference
+from outrider.ops.dispatch import is_hopper, uses_kernels
 
 SUPPORTED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -40,7 +41,20 @@ def paged_attention(
     assert queries.dtype in SUPPORTED_DTYPES and queries.dtype == kv_pool.dtype, queries.dtype
     assert queries.shape[2] % kv_pool.shape[2] == 0, (queries.shape, kv_pool.shape)
     assert gate is None or gate.shape == queries.shape, queries.shape
-    return paged_attention_reference(queries, kv_pool, block_tables, starts, num_rows, gate)
+    args = (queries, kv_pool, block_tables, starts, num_rows, gate)
+    if not uses_kernels(queries):
+        return paged_attention_reference(*args)
+    if is_hopper(queries) and _fits_hopper(queries, kv_pool):
+        from outrider.ops.attention.hopper import paged_attention_kernel
+    else:
+        from outrider.ops.attention.triton import paged_attention_kernel
+    return paged_attention_kernel(*args)
+
+
+def _fits_hopper(queries: Tensor, kv_pool: Tensor) -> bool:
+    """Whether the SM90 kernel is made for such tensors; the portable one takes all others."""
+    is_16_bit = queries.dtype in (torch.float16, torch.bfloat16)
+    return is_16_bit and queries.shape[3] in (64, 128, 256) and kv_pool.shape[3] % 64 == 0
 
 
 def prefill_attention(
@@ -58,4 +72,9 @@ def prefill_attention(
     assert queries.dtype in SUPPORTED_DTYPES and queries.dtype == kv_pool.dtype, queries.dtype
     assert queries.shape[0] == 1 and queries.shape[2] % kv_pool.shape[2] == 0, queries.shape
     assert gate is None or gate.shape == queries.shape, queries.shape
-    return paged_attention_reference(queries, kv_pool, block_tables, starts, num_rows, gate)
+    args = (queries, kv_pool, block_tables, starts, num_rows, gate)
+    if not uses_kernels(queries):
+        return paged_attention_reference(*args)
+    from outrider.ops.attention.triton import prefill_attention_kernel
+
+    return prefill_attention_kernel(*args)
