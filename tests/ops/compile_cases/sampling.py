@@ -101,6 +101,16 @@ def noise_launches(
                 ),
                 (philox._race_times,),
             )
+    for most, m in ((1, 1), (3, 32), (8, 64)):
+        probs, drafts = torch.empty((2, most + 1, vocab_size)), torch.zeros(2, most).long()
+        ids, q = torch.zeros(2, most, m).long(), torch.zeros(2, most, m)
+
+        def terms(
+            probs: Tensor = probs, drafts: Tensor = drafts, ids: Tensor = ids, q: Tensor = q
+        ) -> object:
+            return triton.block_terms_sparse_kernel(probs, drafts, row, ids, q, pdl=pdl)
+
+        yield f"block_terms_sparse {most} x {m}", terms, (triton_rows._block_terms,)
     yield "uniforms", lambda: uniforms_kernel(row, row, 5, 2, pdl=pdl), (philox._uniforms,)
 
 

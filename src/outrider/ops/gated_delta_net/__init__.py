@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from outrider.ops.dispatch import capability, overlaps_launches, uses_kernels
 from outrider.ops.gated_delta_net.reference import (
     delta_net_prefill_reference,
     delta_net_round_reference,
@@ -21,6 +22,9 @@ from outrider.ops.gated_delta_rule import DeltaState, PendingRecords
 
 SUPPORTED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """Of the rows; see DeltaState for what the recurrence keeps."""
+
+_GLUON_HEAD_DIM = 128
+_GLUON_CAPABILITY = (8, 0)
 
 
 @dataclass(frozen=True)
@@ -71,6 +75,8 @@ def delta_net_round(
         [R, HV, V] in the rows' dtype; rows past num_rows come out unspecified.
     """
     _check(rows, weights, conv_ring)
+    if uses_kernels(rows.qkv):
+        return _round_kernels(rows, weights, conv_ring, delta, pending, slots, starts, num_rows)
     return delta_net_round_reference(
         rows, weights, conv_ring, delta, pending, slots, starts, num_rows
     )
@@ -98,16 +104,46 @@ def delta_net_prefill(
         [R, HV, V] in the rows' dtype.
     """
     _check(rows, weights, conv_ring)
-    return delta_net_prefill_reference(
-        rows,
-        weights,
-        conv_ring,
-        delta,
-        slot,
-        start,
-        piece_ends,
-        starts_sequence,
+    run = delta_net_prefill_reference
+    if uses_kernels(rows.qkv):
+        from outrider.ops.gated_delta_net.prefill import delta_net_prefill_kernels as run
+    return run(rows, weights, conv_ring, delta, slot, start, piece_ends, starts_sequence)
+
+
+def _round_kernels(
+    rows: DeltaNetRows,
+    weights: DeltaNetWeights,
+    conv_ring: Tensor,
+    delta: DeltaState,
+    pending: PendingRecords,
+    slots: Tensor,
+    starts: Tensor,
+    num_rows: Tensor,
+) -> Tensor:
+    """Two kernels: what the rule needs of each row, then the rule.
+
+    Where launches overlap, both read slots, starts, num_rows, `pending` and the weights before they
+    wait for the kernels in front, and the second also S and last round's records: some launch
+    between whatever writes these and this call must not overlap.
+    """
+    from outrider.ops.gated_delta_net.triton import round_inputs
+
+    num_sequences, history = slots.shape[0], weights.conv.shape[1] - 1
+    assert rows.qkv.shape[0] // num_sequences <= min(
+        delta.record_keys.shape[2], conv_ring.shape[1] - history
+    ), "more rows than records, or than the ring keeps apart from what the first rows read"
+    overlap = overlaps_launches(rows.qkv)
+    inputs = round_inputs(
+        rows, weights, conv_ring, delta, pending, slots, starts, num_rows, overlap=overlap
     )
+    if (
+        delta.state.shape[2:] == (_GLUON_HEAD_DIM, _GLUON_HEAD_DIM)
+        and capability(rows.qkv.device) >= _GLUON_CAPABILITY
+    ):
+        from outrider.ops.gated_delta_rule.hopper import delta_rows
+    else:
+        from outrider.ops.gated_delta_rule.triton import delta_rows
+    return delta_rows(inputs, delta, pending, slots, num_rows, overlap=overlap)
 
 
 def _check(rows: DeltaNetRows, weights: DeltaNetWeights, conv_ring: Tensor) -> None:

@@ -80,6 +80,7 @@ def delta_net_prefill_reference(
     state = delta.state[slot][0]
     if starts_sequence:
         state = torch.zeros_like(state)
-    output, state = delta_prefill_reference(*(x[0] for x in inputs), state, piece_ends)
+    q, k, v, g, beta = (x[0] for x in inputs)
+    output, state = delta_prefill_reference(q, k, v, g, beta, state, piece_ends)
     delta.state[slot] = state[None]
     return output

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from outrider.ops.dispatch import uses_kernels
 from outrider.ops.gated_delta_rule.reference import (
     delta_gates_reference,
     delta_prefill_reference,
@@ -23,18 +24,19 @@ from outrider.ops.gated_delta_rule.reference import (
 )
 
 SUPPORTED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-"""Of the values; everything that the recurrence keeps is float32."""
+"""Of the values, and of the state that is stored; records are float32."""
 
 
 @dataclass(frozen=True)
 class DeltaState:
-    """Recurrent state of one layer for every slot, in float32.
+    """Recurrent state of one layer for every slot.
 
     Attributes:
-        state: [slots, HV, V, K].
-        record_keys: [2, slots, rows, HK, K], normalised keys by parity and row.
-        record_updates: [2, slots, rows, HV, V].
-        record_decays: [2, slots, rows, HV].
+        state: [slots, HV, V, K]. One of 16 bits is rounded after every row, in rounds and in
+            replay alike, so that it too stays what one-token decoding would hold.
+        record_keys: [2, slots, rows, HK, K], float32, normalised keys by parity and row.
+        record_updates: [2, slots, rows, HV, V] float32.
+        record_decays: [2, slots, rows, HV] float32.
     """
 
     state: Tensor
@@ -106,6 +108,11 @@ def delta_replay(delta: DeltaState, pending: PendingRecords, slots: Tensor) -> N
 
     The caller then marks the records as consumed (num_accepted_rows = 0).
     """
+    if uses_kernels(delta.state):
+        from outrider.ops.gated_delta_rule.triton import delta_replay_kernel
+
+        delta_replay_kernel(delta, pending, slots)
+        return
     delta_replay_reference(delta, pending, slots)
 
 
@@ -124,7 +131,7 @@ def delta_prefill(
         queries, keys: [T, HK, K] float32, normalised (queries scaled as well).
         values: [T, HV, V].
         g, beta: [T, HV] float32.
-        state: [HV, V, K] float32 before row 0; not modified.
+        state: [HV, V, K] before row 0; not modified. One of 16 bits is rounded where pieces end.
         piece_ends: row counts at which pieces end, ascending, the last one T. They must lie at
             absolute positions that do not depend on load, for the bits not to.
 

@@ -41,6 +41,11 @@ def _rank_one(state: Tensor, update: Tensor, key: Tensor) -> Tensor:
     return state + update[..., None] * key[..., None, :]
 
 
+def _as_stored(state: Tensor, storage: Tensor) -> Tensor:
+    """What reading `state` back from `storage` would give, float32."""
+    return state.to(storage.dtype).float()
+
+
 def _num_pending(pending: PendingRecords, slots: Tensor) -> Tensor:
     accepted = pending.num_accepted_rows[slots].clamp(min=0)
     return torch.minimum(accepted, pending.last_num_rows[slots])
@@ -49,21 +54,23 @@ def _num_pending(pending: PendingRecords, slots: Tensor) -> Tensor:
 def _replayed(
     delta: DeltaState, pending: PendingRecords, slots: Tensor, num_pending: Tensor
 ) -> Tensor:
-    """State of `slots` [B] advanced over their first num_pending [B] records."""
-    state, parity = delta.state[slots], pending.parity[slots]
+    """State of `slots` [B] advanced over their first num_pending [B] records, float32."""
+    state, parity = delta.state[slots].float(), pending.parity[slots]
     for row in range(int(num_pending.max())):
         key = _expand_heads(delta.record_keys[parity, slots, row], state.shape[1])
         decay = delta.record_decays[parity, slots, row]
         advanced = _rank_one(
             state * decay[..., None, None], delta.record_updates[parity, slots, row], key
         )
+        advanced = _as_stored(advanced, delta.state)
         state = torch.where((row < num_pending)[:, None, None, None], advanced, state)
     return state
 
 
 def delta_replay_reference(delta: DeltaState, pending: PendingRecords, slots: Tensor) -> None:
     """Advance the state of `slots` over their accepted records, in place."""
-    delta.state[slots] = _replayed(delta, pending, slots, _num_pending(pending, slots))
+    state = _replayed(delta, pending, slots, _num_pending(pending, slots))
+    delta.state[slots] = state.to(delta.state.dtype)
 
 
 def delta_round_reference(
@@ -81,7 +88,7 @@ def delta_round_reference(
     num_pending = torch.where(num_rows > 0, _num_pending(pending, slots), 0)
     state = _replayed(delta, pending, slots, num_pending)
     live = num_rows > 0
-    delta.state[slots[live]] = state[live]
+    delta.state[slots[live]] = state[live].to(delta.state.dtype)
 
     num_value_heads = values.shape[2]
     parity = 1 - pending.parity[slots]
@@ -95,6 +102,7 @@ def delta_round_reference(
         update = beta[:, row, :, None] * (values[:, row].float() - recalled)
         state = _rank_one(decayed, update, key)
         outputs.append((state * query[..., None, :]).sum(-1))
+        state = _as_stored(state, delta.state)
         kept = row < num_rows
         place = (parity[kept], slots[kept], row)
         delta.record_keys[place] = keys[kept, row]
@@ -152,7 +160,8 @@ def delta_prefill_reference(
     begin = 0
     for end in piece_ends:
         q, k, v, decay, gate = (x[:, begin:end].contiguous() for x in by_head)
-        output, state = _prefill_piece(q, k, v, decay, gate, state)
+        output, final = _prefill_piece(q, k, v, decay, gate, state.float())
+        state = final.to(state.dtype)
         outputs.append(output)
         begin = end
     return torch.cat(outputs, dim=1).transpose(0, 1).to(values.dtype), state
