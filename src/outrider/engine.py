@@ -14,11 +14,13 @@ from outrider.batch import Batch, FinishReason
 from outrider.cache.manager import CacheManager
 from outrider.checks import check_text
 from outrider.config import EngineConfig
-from outrider.errors import CapacityError, RequestError
+from outrider.errors import CapacityError, ConfigError, RequestError
 from outrider.models.base import CausalLM
 from outrider.models.build import DTYPES, Checkpoint, load_target
 from outrider.models.config import ModelConfig
 from outrider.models.files import resolve_checkpoint
+from outrider.ops.dispatch import capability
+from outrider.ops.linear.segments import is_invariant
 from outrider.output import OutputBuilder, RequestOutput
 from outrider.params import SamplingParams
 from outrider.request import Sequence, Status
@@ -88,6 +90,8 @@ class Engine:
         spec = config.speculative_config
         drafter = None if spec is None else build_drafter(checkpoint, target, spec)
         checkpoint.close()
+        if config.deterministic:
+            _refuse_variant_shapes(checkpoint.device, target, drafter)
         if checkpoint.device.type == "cpu":
             _set_threads(config.num_threads, sum(p.numel() for p in target.parameters()))
 
@@ -303,6 +307,25 @@ def _set_threads(wanted: int | None, num_parameters: int) -> None:
         wanted = 1
     if wanted is not None:
         torch.set_num_threads(wanted)
+
+
+def _refuse_variant_shapes(device: torch.device, target: CausalLM, drafter: Drafter | None) -> None:
+    """Raise where a matrix has no kernel that gives a row the same bits in any company."""
+    if device.type == "cpu":
+        return  # the reference operations are row-invariant for every shape
+    weights = [*target.parameters(), *((drafter and drafter.step_weights(1)) or ())]
+    variant = {
+        f"{weight.dtype} {weight.shape[0]} x {weight.shape[1]}"
+        for weight in weights
+        if weight.dim() == 2
+        and not is_invariant(weight.dtype, capability(device), weight.shape[0], weight.shape[1])
+    }
+    if variant:
+        raise ConfigError(
+            "deterministic: no row-invariant kernel on this GPU for matrices",
+            got=sorted(variant)[:4],
+            hint="leave deterministic out, or compute in float32",
+        )
 
 
 def _plan(

@@ -34,9 +34,7 @@ class RMSNorm(nn.Module):
         if x is None:
             return self.forward(residual), residual
         config = self.config
-        return add_rms_norm(
-            x, residual, self.weight, config.eps, zero_centred=config.zero_centred
-        )
+        return add_rms_norm(x, residual, self.weight, config.eps, zero_centred=config.zero_centred)
 
 
 class GatedRMSNorm(nn.Module):

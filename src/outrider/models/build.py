@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,12 +27,15 @@ from outrider.models.loader import (
 from outrider.models.presets import is_preset, preset_config
 from outrider.models.qwen3 import Qwen3ForCausalLM
 from outrider.models.qwen3_5 import Qwen3_5ForCausalLM
+from outrider.ops.dispatch import capability
 
 ARCHITECTURES: Mapping[str, Callable[[ModelConfig], CausalLM]] = {
     "qwen3": Qwen3ForCausalLM,
     "qwen3_5": Qwen3_5ForCausalLM,
 }
 """Target class by ModelConfig.model_type."""
+
+logger = logging.getLogger(__name__)
 
 _Module = TypeVar("_Module", bound=nn.Module)
 
@@ -66,10 +70,10 @@ class Checkpoint:
             ConfigError: there is no such preset, or weights are asked of one, or no such device.
         """
         config = _read_config(path, engine)
-        dtype_name = config.dtype if engine.dtype == "auto" else engine.dtype
         files = None if engine.load_format == "dummy" else WeightFiles(path)
         device = _resolve_device(engine)
-        return cls(path, config, files, DTYPES[dtype_name], device, engine.seed, [])
+        dtype = _resolve_dtype(engine.dtype, config.dtype, device)
+        return cls(path, config, files, dtype, device, engine.seed, [])
 
     def fill(self, module: _Module, weight_map: WeightMap) -> _Module:
         """Give a module its weights; returns it, on the device."""
@@ -116,3 +120,20 @@ def load_target(checkpoint: Checkpoint) -> CausalLM:
     with torch.device("meta"):
         model = architecture(checkpoint.config)
     return checkpoint.fill(model, model.weight_map)
+
+
+def _resolve_dtype(wanted: str, stored: str, device: torch.device) -> torch.dtype:
+    """The compute type; GPUs before SM80 cannot compute in bfloat16 and take float16 for it."""
+    dtype = DTYPES[stored if wanted == "auto" else wanted]
+    if dtype != torch.bfloat16 or device.type != "cuda" or capability(device) >= (8, 0):
+        return dtype
+    if wanted == "bfloat16":
+        raise ConfigError(
+            "dtype",
+            got=wanted,
+            allowed="float16 or float32 on a GPU of compute capability "
+            f"{'.'.join(map(str, capability(device)))}",
+            hint="use dtype='auto' or 'float16'",
+        )
+    logger.warning("this GPU cannot compute in bfloat16: computing in float16")
+    return torch.float16

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-
 INITIAL_WIDTH = 4
 
 

@@ -107,8 +107,8 @@ class RoundOutcome:
         num_emitted: [B], in 1 .. num_accepted + 1; 0 for a finished slot.
         stopped: [B] bool, the last emitted token is a stop id.
         at_limit: [B] bool, the sequence holds as many tokens as it may.
-        token_ids: [B, T], valid up to num_emitted: the accepted drafts, the round's own token behind
-            them, and garbage. So entry t is the token after row t, as far as the text goes.
+        token_ids: [B, T], valid up to num_emitted: the accepted drafts, behind them the round's own
+            token, and garbage. So entry t is the token after row t, as far as the text goes.
         own_token: [B], the token that follows the accepted drafts.
         last_row: [B], b T + num_accepted, the flat row that the own token follows.
     """

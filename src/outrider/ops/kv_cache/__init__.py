@@ -18,5 +18,7 @@ def write_kv(keys: Tensor, values: Tensor, kv_pool: Tensor, flat_index: Tensor) 
             the null block, whose content is never read.
     """
     assert keys.dtype in SUPPORTED_DTYPES and keys.dtype == kv_pool.dtype, keys.dtype
-    assert keys.shape == values.shape and (kv_pool.shape[2], kv_pool.shape[4]) == keys.shape[1:], kv_pool.shape
+    assert keys.shape == values.shape and (kv_pool.shape[2], kv_pool.shape[4]) == keys.shape[1:], (
+        kv_pool.shape
+    )
     write_kv_reference(keys, values, kv_pool, flat_index)
