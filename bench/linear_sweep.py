@@ -1,13 +1,17 @@
 """Times `linear` on SM90 against the matrix library, and other tiles against the one it chooses.
 
     python -m bench.linear_sweep --out sweep.json                 # the table
-    python -m bench.linear_sweep --sweep --out sweep.json         # and all candidate tiles
+    python -m bench.linear_sweep --sweep --out sweep.json         # and candidate tiles
     python -m bench.linear_sweep --segments 1 --shapes o down     # another cut of the sum
+    python -m bench.linear_sweep --chain --out chain.json         # layers of dependent operations
 
 Every number is the time per call of a CUDA graph that goes through enough copies of the weight to
 find none of them in L2. A cell reads: microseconds of ours / of the library, then ours as a share
-of 4.2 TB/s where bytes are the limit and in TFLOP/s where products are. Candidates are compiled by
-several processes before anything is timed.
+of 4.2 TB/s where bytes are the limit and in TFLOP/s where products are. With --sweep the best two
+candidates follow, then the tile that is chosen. --chain times a whole layer of Qwen3-8B without
+attention, where a kernel starts while the one before ends; with --sweep it also tries other tiles
+for one projection at a time. Kernels are compiled by several processes before anything is timed;
+what is not ready after half of the time is left out.
 """
 
 from __future__ import annotations
@@ -29,8 +33,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from outrider.ops.linear.hopper_tiles import SHARED_MEMORY, Product, Tile, choose_tile
-from outrider.ops.linear.segments import MAX_COUNTERS, num_segments
+from outrider.ops.linear import linear
+from outrider.ops.linear.hopper_tiles import (
+    HALF,
+    Product,
+    Tile,
+    choose_tile,
+    estimate,
+    fill_ring,
+    fitting_width,
+    tiles,
+)
+from outrider.ops.linear.segments import num_segments
+from outrider.ops.rms_norm import add_rms_norm
+from outrider.ops.silu_mul import silu_mul
 
 SHAPES = {
     "qkv": (4096, 6144),
@@ -50,41 +66,51 @@ ROW_COUNTS = [1, 4, 16, 32, 64, 128, 256, 1024]
 BYTES_PER_SECOND = 4.2e12
 BYTES_IN_ROTATION = 400 << 20
 NUM_MULTIPROCESSORS = 132
+MAX_CANDIDATES = 10
 
 
-def candidates(product: Product) -> Iterator[Tile]:
-    """Tiles worth trying for a product, among them what choose_tile may not know of."""
-    num_rows = product.num_rows
-    if num_rows <= 32:
-        tokens = next(size for size in (8, 16, 32) if size >= num_rows)
-        bases = [(tokens, 64, 4, True)] + [(tokens, 128, 8, True)] * (tokens == 32)
-        depths = (128, 256)
-    elif num_rows <= 64:
-        bases = [(64, 64, 4, True), (64, 128, 8, True), (64, 32, 4, False), (64, 64, 4, False)]
-        depths = (64, 128)
-    else:
-        bases = [(128, outputs, 8, False) for outputs in (64, 128, 256)]
-        bases += [(128, 128, 8, True), (128, 64, 4, True)]
-        if num_rows > 128:
-            bases += [(256, 128, 8, True), (256, 64, 4, True)]
-        depths = (64, 128) if num_rows <= 256 else (64,)
-    for tokens, outputs, num_warps, weights_first in bases:
-        for depth in depths:
-            for spread in (False, True) if product.segments > 1 else (False,):
-                if product.k % (depth * product.segments):
-                    continue
-                if spread and product.num_programs(tokens, outputs, False) > MAX_COUNTERS:
-                    continue
-                # Two sets of sums of 128 registers each do not fit.
-                if not spread and product.segments > 1 and tokens * outputs > 512 * num_warps * 4:
-                    continue
-                stage_counts: set[int] = set()
-                for resident in (1, 2, 3):
-                    room = SHARED_MEMORY // resident - 1024 - 8 * 12
-                    stage_counts.add(min(room // ((tokens + outputs) * depth * 2), 10))
-                for stages in sorted(stage_counts):
-                    if 2 <= stages <= product.k // depth:
-                        yield Tile(tokens, outputs, depth, stages, num_warps, weights_first, spread)
+def candidates(product: Product) -> list[Tile]:
+    """Up to ten tiles worth trying for a product besides the chosen one, the likely ones first."""
+    found = skinny_candidates(product) if product.num_rows <= 32 else wide_candidates(product)
+    chosen = choose_tile(product)
+    distinct = dict.fromkeys(
+        tile
+        for tile in found
+        if tile.stages >= 2 and product.k % (tile.depth * product.segments) == 0 and tile != chosen
+    )
+    return list(distinct)[:MAX_CANDIDATES]
+
+
+def skinny_candidates(product: Product) -> Iterator[Tile]:
+    """Rings of one, two and three programs per multiprocessor, and the other orientation."""
+    tokens = next(size for size in (8, 16, 32) if size >= product.num_rows)
+    spread = product.segments > 1
+    yield fill_ring(product, 64, fitting_width(product), 128, False, False)
+    yield fill_ring(product, 64, fitting_width(product), 128, False, False, HALF)
+    for depth in (128, 256):
+        for budget in (HALF, 3 * HALF // 2, 2 * HALF):
+            yield fill_ring(product, tokens, 64, depth, True, spread, budget)
+    yield fill_ring(product, tokens, 128, 128, True, spread)
+    if spread:
+        yield fill_ring(product, tokens, 64, 128, True, False)
+        yield fill_ring(product, tokens, 64, 128, True, False, HALF)
+
+
+def wide_candidates(product: Product) -> Iterator[Tile]:
+    """The best by estimate, some of them with steps of other length or in half of the memory."""
+    best = sorted(tiles(product), key=partial(estimate, product))
+    for tile in best[:3]:
+        shape = (tile.tokens, tile.outputs)
+        how = (tile.weights_first, tile.spread)
+        yield tile
+        yield fill_ring(product, *shape, 192 - tile.depth, *how)
+        yield fill_ring(product, *shape, tile.depth, *how, HALF)
+    # Of the others, one for each size of tile, whichever way round.
+    seen = {tile.tokens * tile.outputs for tile in best[:3]}
+    for tile in best[3:]:
+        if tile.tokens * tile.outputs not in seen or tile.spread:
+            seen.add(tile.tokens * tile.outputs)
+            yield tile
 
 
 def compile_here(product: Product, tile: Tile, dtype: torch.dtype) -> None:
@@ -104,21 +130,34 @@ def become_compiler() -> None:
     mock_driver(90)
 
 
-def compile_all(jobs: list[tuple[Product, Tile]], dtype: torch.dtype) -> None:
-    """Compile what differs; N and K are no constants, but divisibility and one row of tiles are."""
-    distinct: dict[object, tuple[Product, Tile]] = {}
-    for product, tile in jobs:
-        one_row = product.num_rows <= tile.tokens
-        distinct[tile, product.segments, one_row, product.n % 16, product.k % 16] = (product, tile)
+def kernel_key(product: Product, tile: Tile) -> tuple[object, ...]:
+    """What a compiled kernel differs in: N and K count only as multiples of 16 or not."""
+    one_row = product.num_rows <= tile.tokens
+    return tile, product.segments, one_row, product.n % 16 == 0, product.k % 16 == 0
+
+
+def compile_all(
+    jobs: list[tuple[Product, Tile]], dtype: torch.dtype, deadline: float
+) -> set[tuple[object, ...]]:
+    """Compile jobs, the first ones first, as many as the time allows; returns their kernel_key."""
+    distinct = {kernel_key(*job): job for job in reversed(jobs)}
+    keys = list(dict.fromkeys(kernel_key(*job) for job in jobs))
     begin = time.perf_counter()
-    workers = max(1, min(16, (os.cpu_count() or 1) - 1))
+    workers = max(1, min(14, (os.cpu_count() or 1) - 1))
     context = multiprocessing.get_context("spawn")
+    done: set[tuple[object, ...]] = set()
     with ProcessPoolExecutor(workers, context, become_compiler) as pool:
-        futures = {pool.submit(compile_here, *job, dtype): job for job in distinct.values()}
-        for future in as_completed(futures):
-            if error := future.exception():
-                print(f"does not compile: {tuple(futures[future][1])}: {error!r}"[:300])
-    print(f"{len(distinct)} kernels compiled, {time.perf_counter() - begin:.0f} s", flush=True)
+        futures = {pool.submit(compile_here, *distinct[key], dtype): key for key in keys}
+        try:
+            for future in as_completed(futures, timeout=max(1.0, deadline - begin)):
+                if error := future.exception():
+                    print(f"does not compile: {futures[future]}: {error!r}"[:300])
+                else:
+                    done.add(futures[future])
+        except TimeoutError:
+            pool.shutdown(wait=True, cancel_futures=True)
+    print(f"{len(done)} of {len(keys)} kernels, {time.perf_counter() - begin:.0f} s", flush=True)
+    return done
 
 
 def graph_time(calls: list[Callable[[], object]], replays: int = 7) -> float:
@@ -173,7 +212,7 @@ class Cell:
         return f"{2 * (n * k + num_rows * (n + k)) / microseconds / BYTES_PER_SECOND * 1e6:.2f}"
 
 
-def measure(cell: Cell, sweep: bool, deadline: float) -> dict[str, Any]:
+def measure(cell: Cell, sweep: bool, ready: set[Any], deadline: float) -> dict[str, Any]:
     """Times of one cell; a candidate that fails is printed and left out."""
     chosen = choose_tile(cell.product)
     row: dict[str, Any] = {"shape": cell.name, **cell.product._asdict(), "chosen": chosen}
@@ -184,6 +223,8 @@ def measure(cell: Cell, sweep: bool, deadline: float) -> dict[str, Any]:
     if sweep:
         times: list[tuple[float, Tile]] = []
         for tile in candidates(cell.product):
+            if kernel_key(cell.product, tile) not in ready:
+                continue
             if time.perf_counter() > deadline:
                 print("out of time: the sweep of this cell is not complete")
                 break
@@ -211,45 +252,141 @@ def fields(tile: Tile) -> str:
     return f"{tile.tokens}x{tile.outputs}x{tile.depth}/{tile.stages}{marks}"
 
 
+LAYER = {name: SHAPES[name] for name in ("qkv", "o", "gate_up", "down")}
+HIDDEN = 4096
+NUM_LAYERS = 4
+
+
+def product_of(name: str, num_rows: int, segments: int | None = None) -> Product:
+    k, n = SHAPES[name]
+    return Product(num_rows, n, k, segments or num_segments(n, k), NUM_MULTIPROCESSORS)
+
+
+class Chain:
+    """Layers of an 8B model without attention: each operation reads what the last has written."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.norm = torch.ones(HIDDEN, dtype=dtype, device="cuda")
+        self.layers = [
+            {
+                name: torch.randn(n, k, dtype=dtype, device="cuda") / k**0.5
+                for name, (k, n) in LAYER.items()
+            }
+            for _ in range(NUM_LAYERS)
+        ]
+        self.floor = 2e6 * sum(n * k for k, n in LAYER.values()) / BYTES_PER_SECOND
+
+    def run(self, x: Tensor, project: Callable[[str, Tensor, Tensor], Tensor]) -> Tensor:
+        """x [R, HIDDEN] through all layers, projections by `project(name, x, weight)`."""
+        hidden, stream = x, x
+        for layer in self.layers:
+            normed, stream = add_rms_norm(hidden, stream, self.norm, 1e-6, zero_centred=False)
+            mixed = project("qkv", normed, layer["qkv"])[:, :HIDDEN]
+            mixed = project("o", mixed, layer["o"])
+            normed, stream = add_rms_norm(mixed, stream, self.norm, 1e-6, zero_centred=False)
+            hidden = silu_mul(project("gate_up", normed, layer["gate_up"]))
+            hidden = project("down", hidden, layer["down"])
+        return hidden
+
+    def time(self, x: Tensor, project: Callable[[str, Tensor, Tensor], Tensor]) -> float:
+        """Microseconds of a layer."""
+        return graph_time([lambda: self.run(x, project)], replays=15) / NUM_LAYERS
+
+    def ours(self, x: Tensor, chosen: dict[str, Tile]) -> float:
+        """Microseconds of a layer with certain tiles."""
+        from outrider.ops.linear.hopper import Launch
+
+        launches = {name: Launch(product_of(name, len(x)), tile) for name, tile in chosen.items()}
+
+        def project(name: str, x: Tensor, weight: Tensor) -> Tensor:
+            y = x.new_empty(len(x), len(weight))
+            launches[name](x, weight, y)
+            return y
+
+        return self.time(x, project)
+
+
+def measure_chain(
+    chain: Chain, num_rows: int, sweep: bool, ready: set[Any], deadline: float
+) -> dict[str, Any]:
+    """A layer by the library, by ours, and with the best tile for each projection in turn."""
+    x = torch.randn(num_rows, HIDDEN, dtype=chain.norm.dtype, device="cuda")
+    row: dict[str, Any] = {"num_rows": num_rows, "floor_us": chain.floor}
+    row["library_us"] = chain.time(x, lambda name, x, weight: torch.mm(x, weight.T))
+    row["ours_us"] = chain.time(x, lambda name, x, weight: linear(x, weight))
+    text = f"{row['ours_us']:7.1f} / {row['library_us']:7.1f}  floor {chain.floor:.1f}"
+    if sweep:
+        best = {name: choose_tile(product_of(name, num_rows)) for name in LAYER}
+        start = best_us = min(chain.ours(x, best) for _ in range(2))
+        for name in ("o", "down", "qkv", "gate_up"):
+            times: dict[Tile, float] = {best[name]: best_us}
+            for tile in candidates(product_of(name, num_rows)):
+                if (
+                    time.perf_counter() < deadline
+                    and kernel_key(product_of(name, num_rows), tile) in ready
+                ):
+                    times[tile] = chain.ours(x, best | {name: tile})
+            row[name] = sorted((us, tile) for tile, us in times.items())[:6]
+            tile = min(times, key=times.__getitem__)
+            if times[tile] < best_us - 0.15:
+                best[name], best_us = tile, min(times[tile], chain.ours(x, best | {name: tile}))
+        text += f"   {start:7.1f} -> {best_us:7.1f}"
+        text += "".join(f"  {name} {fields(tile)}" for name, tile in best.items())
+    print(f"chain {num_rows:>5}: {text}", flush=True)
+    return row
+
+
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description="Time linear layers on SM90.")
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES))
     parser.add_argument("--rows", nargs="+", type=int, default=ROW_COUNTS)
     parser.add_argument("--dtype", choices=["bfloat16", "float16"], default="bfloat16")
     parser.add_argument("--segments", type=int, help="instead of the rule's")
     parser.add_argument("--sweep", action="store_true")
+    parser.add_argument("--chain", action="store_true")
     parser.add_argument("--seconds", type=float, default=90, help="limit of the whole run")
     parser.add_argument("--out", type=Path, help="JSON file")
     arguments = parser.parse_args()
+    begin = time.perf_counter()
     dtype = getattr(torch, arguments.dtype)
-    deadline = time.perf_counter() + arguments.seconds
+    names: list[str] = list(LAYER) if arguments.chain else arguments.shapes
     products = {
-        (name, num_rows): Product(
-            num_rows, n, k, arguments.segments or num_segments(n, k), NUM_MULTIPROCESSORS
-        )
-        for name in arguments.shapes
-        for k, n in [SHAPES[name]]
+        (name, num_rows): product_of(name, num_rows, arguments.segments)
+        for name in names
         for num_rows in arguments.rows
-        if n < 100_000 or num_rows <= 256  # heads see the last row of a prompt only
+        if SHAPES[name][1] < 100_000 or num_rows <= 256  # heads see a prompt's last row only
     }
     jobs = [(product, choose_tile(product)) for product in products.values()]
     if arguments.sweep:
-        jobs += [(p, tile) for p in products.values() for tile in candidates(p)]
-    compile_all(jobs, dtype)
+        ranked = [[(p, tile) for tile in candidates(p)] for p in products.values()]
+        jobs += [job for jobs in itertools.zip_longest(*ranked) for job in jobs if job]
+    ready = compile_all(jobs, dtype, begin + arguments.seconds / 2)
+    deadline = begin + arguments.seconds
     rows: list[dict[str, Any]] = []
-    for name in arguments.shapes:
-        k, n = SHAPES[name]
-        copies = max(2, min(16, BYTES_IN_ROTATION // (2 * n * k)))
-        weights = [torch.randn(n, k, dtype=dtype, device="cuda") / k**0.5 for _ in range(copies)]
+
+    def keep(row: dict[str, Any]) -> None:
+        rows.append(row)
+        if arguments.out:
+            arguments.out.write_text(json.dumps(rows))
+
+    if arguments.chain:
+        chain = Chain(dtype)
         for num_rows in arguments.rows:
-            if (name, num_rows) not in products or time.perf_counter() > deadline:
-                continue
-            cell = Cell(name, products[name, num_rows], dtype, weights)
-            rows.append(measure(cell, arguments.sweep, deadline))
-            if arguments.out:
-                arguments.out.write_text(json.dumps(rows))
-        del weights
-    print(f"{time.perf_counter() - deadline + arguments.seconds:.0f} s")
+            if time.perf_counter() < deadline:
+                keep(measure_chain(chain, num_rows, arguments.sweep, ready, deadline))
+    else:
+        for name in names:
+            k, n = SHAPES[name]
+            copies = max(2, min(16, BYTES_IN_ROTATION // (2 * n * k)))
+            weights = [
+                torch.randn(n, k, dtype=dtype, device="cuda") / k**0.5 for _ in range(copies)
+            ]
+            for num_rows in arguments.rows:
+                if (name, num_rows) in products and time.perf_counter() < deadline:
+                    cell = Cell(name, products[name, num_rows], dtype, weights)
+                    keep(measure(cell, arguments.sweep, ready, deadline))
+            del weights
+    print(f"{time.perf_counter() - begin:.0f} s")
     return 0
 
 

@@ -7,10 +7,19 @@ import torch
 
 from tests.ops.cross_compile import Case
 
-WEIGHTS = [(24576, 4096), (6144, 4096), (4096, 4096), (1024, 3072), (193, 72), (1, 72), (5, 7)]
+WEIGHTS = [
+    (24576, 4096),
+    (12352, 4096),
+    (6144, 4096),
+    (4096, 4096),
+    (1024, 3072),
+    (193, 72),
+    (1, 72),
+    (5, 7),
+]
 """N and K: one, two and four segments, and tails."""
 
-ROW_COUNTS = (1, 16, 32, 64, 128, 256, 1024)
+ROW_COUNTS = (1, 16, 32, 64, 96, 128, 160, 256, 1024)
 
 
 def cases(capability: int) -> Iterator[Case]:

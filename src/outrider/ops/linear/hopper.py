@@ -1,8 +1,10 @@
 """y = x W^T on SM90: wgmma fed by a ring of bulk tensor copies, for any number of rows.
 
 One kernel in two orientations. wgmma multiplies 64 rows of one operand by 8 to 256 rows of the
-other. For few tokens the weights are the 64 rows (`weights_first`), so that 1 to 8 tokens cost no
-more than 8; for many the tokens are. Neither the orientation nor the tile changes a bit, see
+other, here called its columns. For few tokens the weights are the rows (`weights_first`), so that 1
+to 8 tokens cost no more than 8; for many the tokens are. Columns may come in two blocks of
+different size: 96 or 192 outputs a program often give every multiprocessor one program, where
+powers of two leave a third of them idle. Neither the orientation nor the tile changes a bit, see
 segments.py.
 """
 
@@ -28,8 +30,8 @@ from outrider.ops.dispatch import num_multiprocessors
 from outrider.ops.linear.hopper_tiles import Product, Tile, choose_tile
 from outrider.ops.linear.segments import MAX_COUNTERS, arrival_counters, num_segments
 
-GROUP = 16
-"""Rows of tiles that pass over the weight together: 2048 tokens, 16 MB at K = 4096."""
+TOKENS_OF_GROUP = 2048
+"""Rows of tiles with so many tokens pass over the weight together: 16 MB of x at K = 4096."""
 
 
 @gluon.jit
@@ -53,17 +55,76 @@ def tile_indices(
 
 
 @gluon.jit
-def multiply(w_stage, x_stage, b_sum, WEIGHTS_FIRST: gl.constexpr):
-    """Start the products of one stage, w [OUTPUTS, DEPTH] and x [TOKENS, DEPTH]."""
-    if WEIGHTS_FIRST:
-        return warpgroup_mma(w_stage, x_stage.permute((1, 0)), b_sum, is_async=True)
-    else:
-        return warpgroup_mma(x_stage, w_stage.permute((1, 0)), b_sum, is_async=True)
+def copy_rows(desc, ring, filled, stage, o_row, o_k, inside):
+    """Start to copy rows of one step over K into a stage of their ring, where inside holds."""
+    tma.async_copy_global_to_shared(
+        desc, [o_row, o_k], filled.index(stage), ring.index(stage), pred=inside
+    )
 
 
 @gluon.jit
-def store_tile(b_sum, y_ptr, o_token, o_output, num_rows, N, WEIGHTS_FIRST: gl.constexpr):
-    """Round a tile of sums and store it in rows of y, 16 bytes per thread."""
+def copy_columns(desc, more_desc, ring, more_ring, filled, stage, o_column, o_k, inside):
+    """The same for columns, which may come in two blocks."""
+    copy_rows(desc, ring, filled, stage, o_column, o_k, inside)
+    if more_ring is not None:
+        o_more = o_column + ring.shape[1]
+        copy_rows(more_desc, more_ring, filled, stage, o_more, o_k, inside)
+
+
+@gluon.jit
+def places(b_sum, FIRST_COLUMN: gl.constexpr, WEIGHTS_FIRST: gl.constexpr):
+    """Token and output, counted inside the tile, of every sum of a block."""
+    WGMMA: gl.constexpr = b_sum.type.layout
+    o_row = gl.arange(0, b_sum.shape[0], layout=gl.SliceLayout(1, WGMMA))[:, None]
+    o_column = gl.arange(0, b_sum.shape[1], layout=gl.SliceLayout(0, WGMMA))[None, :]
+    if WEIGHTS_FIRST:
+        return o_column + FIRST_COLUMN, o_row
+    else:
+        return o_row, o_column + FIRST_COLUMN
+
+
+@gluon.jit
+def save_partial(
+    b_sum,
+    p_partial,
+    rows_left,
+    OUTPUTS: gl.constexpr,
+    FIRST_COLUMN: gl.constexpr,
+    WEIGHTS_FIRST: gl.constexpr,
+):
+    """Leave a block of sums in partials [TOKENS, OUTPUTS], as far as their tokens exist."""
+    o_token, o_output = places(b_sum, FIRST_COLUMN, WEIGHTS_FIRST)
+    inside = (o_token < rows_left) & (o_output < OUTPUTS)
+    gl.store(p_partial + o_token * OUTPUTS + o_output, b_sum, mask=inside)
+
+
+@gluon.jit
+def add_partials(
+    b_own,
+    i_own,
+    p_partials,
+    rows_left,
+    SEGMENTS: gl.constexpr,
+    TOKENS: gl.constexpr,
+    OUTPUTS: gl.constexpr,
+    FIRST_COLUMN: gl.constexpr,
+    WEIGHTS_FIRST: gl.constexpr,
+):
+    """A block of sums over all segments, in their order; that of segment i_own is at hand."""
+    o_token, o_output = places(b_own, FIRST_COLUMN, WEIGHTS_FIRST)
+    inside = (o_token < rows_left) & (o_output < OUTPUTS)
+    p_places = p_partials + o_token * OUTPUTS + o_output
+    b_sum = gl.zeros_like(b_own)
+    for i in gl.static_range(SEGMENTS):
+        p_other = p_places + i * (TOKENS * OUTPUTS)
+        b_other = gl.load(p_other, mask=inside & (i != i_own), other=0.0, cache_modifier=".cg")
+        b_sum += gl.where(inside & (i == i_own), b_own, b_other)
+    return b_sum
+
+
+@gluon.jit
+def store_sums(b_sum, y_ptr, o_token, o_output, num_rows, N, WEIGHTS_FIRST: gl.constexpr):
+    """Round a block of sums and store it in rows of y, 16 bytes per thread."""
     b_y = b_sum.to(y_ptr.dtype.element_ty)
     if WEIGHTS_FIRST:
         b_y = gl.permute(b_y, (1, 0))
@@ -80,26 +141,128 @@ def store_tile(b_sum, y_ptr, o_token, o_output, num_rows, N, WEIGHTS_FIRST: gl.c
     gl.store(p_y, b_y, mask=(o_m[:, None] < num_rows - o_token) & (o_n[None, :] < N))
 
 
+@gluon.jit
+def accumulate(
+    row_desc,
+    column_desc,
+    more_desc,
+    row_ring,
+    column_ring,
+    more_ring,
+    filled,
+    o_row,
+    o_column,
+    o_k,
+    num_steps,
+    SEGMENTS: gl.constexpr,
+):
+    """The sums of the columns and of those that come in a second block, if there is one.
+
+    The rings hold the first steps, or they are on their way; the others are copied on the way.
+    """
+    STAGES: gl.constexpr = row_ring.shape[0]
+    DEPTH: gl.constexpr = row_ring.shape[2]
+    ROWS: gl.constexpr = row_ring.shape[1]
+    COLUMNS: gl.constexpr = column_ring.shape[1]
+    MORE: gl.constexpr = 0 if more_ring is None else more_ring.shape[1]
+    STAGE_BYTES: gl.constexpr = (ROWS + COLUMNS + MORE) * DEPTH * 2
+    WGMMA: gl.constexpr = wgmma_layout(COLUMNS, gl.num_warps())
+    b_sum = gl.zeros((ROWS, COLUMNS), gl.float32, WGMMA)
+    b_more_sum = b_sum
+    if MORE > 0:
+        b_more_sum = gl.zeros((ROWS, MORE), gl.float32, wgmma_layout(MORE, gl.num_warps()))
+    stage = 0
+    last_stage = STAGES - 1
+    phase = 0
+    i_step = 0
+    for _ in range(SEGMENTS):
+        b_part = gl.zeros((ROWS, COLUMNS), gl.float32, WGMMA)
+        b_more = b_part
+        if MORE > 0:
+            b_more = gl.zeros((ROWS, MORE), gl.float32, wgmma_layout(MORE, gl.num_warps()))
+        for _ in range(num_steps // SEGMENTS):
+            mbarrier.wait(filled.index(stage), phase)
+            s_rows = row_ring.index(stage)
+            s_columns = column_ring.index(stage).permute((1, 0))
+            b_part = warpgroup_mma(s_rows, s_columns, b_part, is_async=True)
+            # With the products of one step in flight those of the step before have ended.
+            if MORE > 0:
+                s_more = more_ring.index(stage).permute((1, 0))
+                b_more = warpgroup_mma(s_rows, s_more, b_more, is_async=True)
+                b_part, b_more = warpgroup_mma_wait(num_outstanding=2, deps=(b_part, b_more))
+            else:
+                b_part = warpgroup_mma_wait(num_outstanding=1, deps=(b_part,))
+            # They have for this warp. The stage can be refilled when they have for all.
+            gl.thread_barrier()
+            i_next = i_step - 1 + STAGES
+            refill = (i_step >= 1) & (i_next < num_steps)
+            o_next = o_k + i_next * DEPTH
+            mbarrier.expect(filled.index(last_stage), STAGE_BYTES, pred=refill)
+            copy_rows(row_desc, row_ring, filled, last_stage, o_row, o_next, refill)
+            copy_columns(
+                column_desc,
+                more_desc,
+                column_ring,
+                more_ring,
+                filled,
+                last_stage,
+                o_column,
+                o_next,
+                refill,
+            )
+            i_step += 1
+            last_stage = stage
+            stage += 1
+            if stage == STAGES:
+                stage = 0
+                phase ^= 1
+        if MORE > 0:
+            b_part, b_more = warpgroup_mma_wait(num_outstanding=0, deps=(b_part, b_more))
+        else:
+            b_part = warpgroup_mma_wait(num_outstanding=0, deps=(b_part,))
+        if SEGMENTS == 1:
+            b_sum = b_part
+            b_more_sum = b_more
+        else:
+            b_sum += b_part
+            if MORE > 0:
+                b_more_sum += b_more
+    # Other warps' products may still read the rings, whose memory serves for exchanges from here.
+    gl.thread_barrier()
+    return b_sum, b_more_sum
+
+
+@gluon.constexpr_function
+def wgmma_layout(columns, num_warps):
+    return gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[num_warps, 1], instr_shape=[16, columns, 16]
+    )
+
+
 @gluon.jit(do_not_specialize=["num_rows"])
 def linear_hopper_kernel(
-    w_desc,  # [N, K], box [OUTPUTS, DEPTH]
-    x_desc,  # [num_rows, K], box [TOKENS, DEPTH]
+    row_desc,  # [N or num_rows, K], box [ROWS, DEPTH]
+    column_desc,  # [num_rows or N, K], box [COLUMNS, DEPTH]
+    more_desc,  # the same matrix, box [MORE, DEPTH]; None where MORE is 0
     y_ptr,  # [num_rows, N]
-    partials_ptr,  # float32 [tiles, SEGMENTS, OUTPUTS * TOKENS]
+    partials_ptr,  # float32 [tiles, SEGMENTS, TOKENS, OUTPUTS]
     arrivals_ptr,  # int32 [tiles], zero before and after
     num_rows,
     N,
     K,
-    TOKENS: gl.constexpr,
-    OUTPUTS: gl.constexpr,
+    ROWS: gl.constexpr,  # a multiple of 64
+    COLUMNS: gl.constexpr,
+    MORE: gl.constexpr,  # columns besides; each of the two is a power of two
     DEPTH: gl.constexpr,
     STAGES: gl.constexpr,
-    WEIGHTS_FIRST: gl.constexpr,
+    WEIGHTS_FIRST: gl.constexpr,  # rows are outputs and columns tokens, else the other way round
     SEGMENTS: gl.constexpr,
     SPREAD: gl.constexpr,
     GROUP: gl.constexpr,
 ):
     """y[m, n] = sum over segments i of (sum over k in segment i of x[m, k] w[n, k])."""
+    TOKENS: gl.constexpr = COLUMNS + MORE if WEIGHTS_FIRST else ROWS
+    OUTPUTS: gl.constexpr = ROWS if WEIGHTS_FIRST else COLUMNS + MORE
     i_program = gl.program_id(0)
     i_segment = 0
     num_steps = gl.cdiv(K, DEPTH)
@@ -110,91 +273,94 @@ def linear_hopper_kernel(
     i_m, i_n = tile_indices(i_program, num_rows, N, TOKENS, OUTPUTS, GROUP)
     o_token = i_m * TOKENS
     o_output = i_n * OUTPUTS
+    o_row = o_output if WEIGHTS_FIRST else o_token
+    o_column = o_token if WEIGHTS_FIRST else o_output
     o_k = i_segment * num_steps * DEPTH
 
-    w_ring = gl.allocate_shared_memory(w_desc.dtype, [STAGES, OUTPUTS, DEPTH], w_desc.layout)
-    x_ring = gl.allocate_shared_memory(x_desc.dtype, [STAGES, TOKENS, DEPTH], x_desc.layout)
+    row_ring = gl.allocate_shared_memory(row_desc.dtype, [STAGES, ROWS, DEPTH], row_desc.layout)
+    column_ring = gl.allocate_shared_memory(
+        column_desc.dtype, [STAGES, COLUMNS, DEPTH], column_desc.layout
+    )
+    more_ring = None
+    if MORE > 0:
+        more_ring = gl.allocate_shared_memory(
+            more_desc.dtype, [STAGES, MORE, DEPTH], more_desc.layout
+        )
     filled = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    STAGE_BYTES: gl.constexpr = (OUTPUTS + TOKENS) * DEPTH * 2
+    STAGE_BYTES: gl.constexpr = (ROWS + COLUMNS + MORE) * DEPTH * 2
     for s in gl.static_range(STAGES):
         mbarrier.init(filled.index(s), count=1)
+    # Weights are nobody's output. All else waits for the kernel in front.
     for s in gl.static_range(STAGES):
         inside = s < num_steps
+        o_s = o_k + s * DEPTH
         mbarrier.expect(filled.index(s), STAGE_BYTES, pred=inside)
-        tma.async_copy_global_to_shared(
-            w_desc, [o_output, o_k + s * DEPTH], filled.index(s), w_ring.index(s), pred=inside
-        )
-    # Weights are nobody's output. All else waits for the kernel in front.
+        if WEIGHTS_FIRST:
+            copy_rows(row_desc, row_ring, filled, s, o_row, o_s, inside)
+        else:
+            copy_columns(
+                column_desc, more_desc, column_ring, more_ring, filled, s, o_column, o_s, inside
+            )
     gdc_launch_dependents()
     gdc_wait()
     for s in gl.static_range(STAGES):
-        tma.async_copy_global_to_shared(
-            x_desc, [o_token, o_k + s * DEPTH], filled.index(s), x_ring.index(s), pred=s < num_steps
-        )
-
-    OWN: gl.constexpr = 1 if SPREAD else SEGMENTS
-    ROWS: gl.constexpr = OUTPUTS if WEIGHTS_FIRST else TOKENS
-    COLUMNS: gl.constexpr = TOKENS if WEIGHTS_FIRST else OUTPUTS
-    WGMMA: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[gl.num_warps(), 1], instr_shape=[16, COLUMNS, 16]
-    )
-    b_sum = gl.zeros((ROWS, COLUMNS), gl.float32, WGMMA)
-    stage = 0
-    last_stage = STAGES - 1
-    phase = 0
-    i_step = 0
-    for _ in range(OWN):
-        b_segment = gl.zeros((ROWS, COLUMNS), gl.float32, WGMMA)
-        for _ in range(num_steps // OWN):
-            mbarrier.wait(filled.index(stage), phase)
-            b_segment = multiply(w_ring.index(stage), x_ring.index(stage), b_segment, WEIGHTS_FIRST)
-            # With one product in flight the one before has ended, and its stage can be refilled.
-            b_segment = warpgroup_mma_wait(num_outstanding=1, deps=(b_segment,))
-            i_next = i_step - 1 + STAGES
-            refill = (i_step >= 1) & (i_next < num_steps)
-            o_next = o_k + i_next * DEPTH
-            p_filled = filled.index(last_stage)
-            mbarrier.expect(p_filled, STAGE_BYTES, pred=refill)
-            tma.async_copy_global_to_shared(
-                w_desc, [o_output, o_next], p_filled, w_ring.index(last_stage), pred=refill
+        inside = s < num_steps
+        o_s = o_k + s * DEPTH
+        if WEIGHTS_FIRST:
+            copy_columns(
+                column_desc, more_desc, column_ring, more_ring, filled, s, o_column, o_s, inside
             )
-            tma.async_copy_global_to_shared(
-                x_desc, [o_token, o_next], p_filled, x_ring.index(last_stage), pred=refill
-            )
-            i_step += 1
-            last_stage = stage
-            stage += 1
-            if stage == STAGES:
-                stage = 0
-                phase ^= 1
-        b_segment = warpgroup_mma_wait(num_outstanding=0, deps=(b_segment,))
-        if OWN == 1:
-            b_sum = b_segment
         else:
-            b_sum += b_segment
+            copy_rows(row_desc, row_ring, filled, s, o_row, o_s, inside)
 
+    b_sum, b_more = accumulate(
+        row_desc,
+        column_desc,
+        more_desc,
+        row_ring,
+        column_ring,
+        more_ring,
+        filled,
+        o_row,
+        o_column,
+        o_k,
+        num_steps,
+        1 if SPREAD else SEGMENTS,
+    )
+    is_last = True
     if SPREAD:
-        # Partials lie as the threads hold them: they are read back by the same threads of a
-        # program of the same tile.
-        o_row = gl.arange(0, ROWS, layout=gl.SliceLayout(1, WGMMA))
-        o_column = gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, WGMMA))
-        p_partials = (
-            partials_ptr
-            + i_program.to(gl.int64) * (SEGMENTS * ROWS * COLUMNS)
-            + o_row[:, None] * COLUMNS
-            + o_column[None, :]
-        )
-        gl.store(p_partials + i_segment * (ROWS * COLUMNS), b_sum)
+        rows_left = num_rows - o_token
+        p_partials = partials_ptr + i_program.to(gl.int64) * (SEGMENTS * TOKENS * OUTPUTS)
+        p_own = p_partials + i_segment * (TOKENS * OUTPUTS)
+        save_partial(b_sum, p_own, rows_left, OUTPUTS, 0, WEIGHTS_FIRST)
+        if MORE > 0:
+            save_partial(b_more, p_own, rows_left, OUTPUTS, COLUMNS, WEIGHTS_FIRST)
         gl.thread_barrier()
         num_before = gl.atomic_add(arrivals_ptr + i_program, 1, sem="acq_rel", scope="gpu")
-        if num_before == SEGMENTS - 1:
-            b_sum = gl.zeros((ROWS, COLUMNS), gl.float32, WGMMA)
-            for i in gl.static_range(SEGMENTS):
-                b_sum += gl.load(p_partials + i * (ROWS * COLUMNS), cache_modifier=".cg")
-            store_tile(b_sum, y_ptr, o_token, o_output, num_rows, N, WEIGHTS_FIRST)
+        is_last = num_before == SEGMENTS - 1
+    if is_last:
+        if SPREAD:
             gl.store(arrivals_ptr + i_program, 0)
-    else:
-        store_tile(b_sum, y_ptr, o_token, o_output, num_rows, N, WEIGHTS_FIRST)
+            b_sum = add_partials(
+                b_sum, i_segment, p_partials, rows_left, SEGMENTS, TOKENS, OUTPUTS, 0, WEIGHTS_FIRST
+            )
+        store_sums(b_sum, y_ptr, o_token, o_output, num_rows, N, WEIGHTS_FIRST)
+        if MORE > 0:
+            if SPREAD:
+                b_more = add_partials(
+                    b_more,
+                    i_segment,
+                    p_partials,
+                    rows_left,
+                    SEGMENTS,
+                    TOKENS,
+                    OUTPUTS,
+                    COLUMNS,
+                    WEIGHTS_FIRST,
+                )
+            o_token += COLUMNS if WEIGHTS_FIRST else 0
+            o_output += 0 if WEIGHTS_FIRST else COLUMNS
+            store_sums(b_more, y_ptr, o_token, o_output, num_rows, N, WEIGHTS_FIRST)
 
 
 class Address:
@@ -265,11 +431,11 @@ class Launch:
         if tile.spread:
             assert num_tiles <= MAX_COUNTERS, (num_tiles, tile)
             self.partials_shape = (num_tiles, product.segments, tile.outputs * tile.tokens)
-        group = GROUP if product.num_rows > tile.tokens else 0
+        group = TOKENS_OF_GROUP // tile.tokens if product.num_rows > tile.tokens else 0
         # In the order of the kernel's parameters.
         self.constants = (
-            *(tile.tokens, tile.outputs, tile.depth, tile.stages, tile.weights_first),
-            *(product.segments, tile.spread, group),
+            *(tile.rows, *tile.columns, tile.depth, tile.stages),
+            *(tile.weights_first, product.segments, tile.spread, group),
         )
         self.options = {"num_warps": tile.num_warps, "launch_pdl": True}
         self.kernel: Any = None
@@ -277,17 +443,19 @@ class Launch:
     def arguments(self, x: Tensor, weight: Tensor, y: Tensor) -> tuple[Any, ...]:
         num_rows, n, k = self.product[:3]
         tile = self.tile
-        w_desc = matrix_descriptor(
-            weight.data_ptr(), x.dtype, n, k, row_stride(weight), tile.outputs, tile.depth
-        )
-        x_desc = matrix_descriptor(
-            x.data_ptr(), x.dtype, num_rows, k, row_stride(x), tile.tokens, tile.depth
-        )
+        rows = (weight.data_ptr(), x.dtype, n, k, row_stride(weight))
+        columns = (x.data_ptr(), x.dtype, num_rows, k, row_stride(x))
+        if not tile.weights_first:
+            rows, columns = columns, rows
+        descriptors = [
+            matrix_descriptor(*matrix, box_rows, tile.depth) if box_rows else None
+            for matrix, box_rows in ((rows, tile.rows), *((columns, c) for c in tile.columns))
+        ]
         partials = arrivals = None
         if self.partials_shape is not None:
             partials = torch.empty(self.partials_shape, dtype=torch.float32, device=x.device)
             arrivals = arrival_counters(weight)
-        return (w_desc, x_desc, y, partials, arrivals, num_rows, n, k, *self.constants)
+        return (*descriptors, y, partials, arrivals, num_rows, n, k, *self.constants)
 
     def __call__(self, x: Tensor, weight: Tensor, y: Tensor) -> None:
         """Write x W^T to y, contiguous; x and weight as `can_copy` demands."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 from outrider.ops.linear.segments import MAX_COUNTERS
@@ -9,7 +10,15 @@ from outrider.ops.linear.segments import MAX_COUNTERS
 SHARED_MEMORY = 228 * 1024
 """Bytes of a multiprocessor; every program takes 1 KB of it besides its own."""
 
-MAX_STAGES = 8
+REGISTERS = 65536
+
+HALF = 111 * 1024
+"""Bytes of a ring beside which the ring of the next kernel, launched early, has room."""
+
+MAX_STAGES = 10
+
+WIDTHS = (32, 48, 64, 80, 96, 128, 160, 192, 256)
+"""Sizes of a tile on its side that is no multiple of 64: sums of two powers of two."""
 
 
 class Tile(NamedTuple):
@@ -26,6 +35,23 @@ class Tile(NamedTuple):
     """Whether outputs, not tokens, are the 64-row operand of wgmma."""
     spread: bool
     """Whether each segment of a tile has a program of its own."""
+
+    @property
+    def rows(self) -> int:
+        """Size of the 64-row operand."""
+        return self.outputs if self.weights_first else self.tokens
+
+    @property
+    def columns(self) -> tuple[int, int]:
+        """Size of the other operand as two blocks, a power of two each; the second may be 0."""
+        size = self.tokens if self.weights_first else self.outputs
+        block = 1 << (size.bit_length() - 1)
+        return block, size - block
+
+    @property
+    def sums(self) -> int:
+        """Sums of a thread, a register each."""
+        return self.tokens * self.outputs // (32 * self.num_warps)
 
 
 class Product(NamedTuple):
@@ -45,51 +71,70 @@ class Product(NamedTuple):
 def choose_tile(product: Product) -> Tile:
     """The tile for a product; no choice made here changes a bit.
 
-    Up to 32 rows only bytes count: weights are the 64-row operand and every segment has its own
-    program. Up to 64, a wide weight keeps that order and a narrow one is cut finer with the tokens
-    as the 64 rows. bench/linear_sweep.py measures alternatives.
+    Up to 32 rows only the weight's bytes count. Above, copies from L2 and products soon take as
+    long, and the tile is the one with the best estimate. bench/linear_sweep.py measures others.
+    """
+    if product.num_rows <= 32:
+        return choose_skinny_tile(product)
+    return min(tiles(product), key=lambda tile: estimate(product, tile))
+
+
+def choose_skinny_tile(product: Product) -> Tile:
+    """Up to 32 rows: 64 outputs a program, weights as the 64-row operand, segments spread.
+
+    The ring leaves room for that of the next kernel, which fills it while this one ends.
     """
     num_rows, n, _, segments, num_multiprocessors = product
-    if num_rows > 64:
-        return choose_large_tile(product)
-    if num_rows <= 32:
-        tokens = 8 if num_rows <= 8 else 16 if num_rows <= 16 else 32
-        return fill_ring(product, tokens, 64, 128, weights_first=True, spread=segments > 1)
-    if -(-n // 64) >= num_multiprocessors:
-        return fill_ring(product, 64, 64, 128, weights_first=True, spread=segments > 1)
-    outputs = 32 if -(-n // 32) <= num_multiprocessors else 64
-    spread = segments > 1 and -(-n // outputs) < num_multiprocessors // 2
-    return fill_ring(product, 64, outputs, 128, weights_first=False, spread=spread)
+    programs = -(-n // 64)
+    if segments == 1 and num_multiprocessors < programs <= num_multiprocessors * 3 // 2:
+        # Some multiprocessors would have two programs, and most one.
+        return fill_ring(product, 64, fitting_width(product), 128, False, False)
+    tokens = 8 if num_rows <= 8 else 16 if num_rows <= 16 else 32
+    return fill_ring(product, tokens, 64, 128, True, segments > 1, budget=HALF)
 
 
-RELATIVE_SPEED = {256: 1.0, 128: 0.85, 64: 0.6}
-"""Of a tile of 128 tokens by so many outputs, while its multiprocessor is busy."""
+def fitting_width(product: Product) -> int:
+    """The fewest outputs a program with which every multiprocessor has one program at most."""
+    fits = (w for w in WIDTHS if -(-product.n // w) <= product.num_multiprocessors)
+    return next(fits, WIDTHS[-1])
 
-COST_OF_SPREADING = 1.2
-"""Partial sums go through L2 and come back."""
+
+def tiles(product: Product) -> Iterator[Tile]:
+    """Tiles to be considered for more than 32 rows."""
+    num_rows, segments = product.num_rows, product.segments
+    for spread in (False, True) if segments > 1 else (False,):
+        for rows in (64, 128, 256):
+            for width in WIDTHS:
+                for weights_first in (False, True):
+                    tokens, outputs = (width, rows) if weights_first else (rows, width)
+                    depth = 128 if tokens + outputs <= 128 else 64
+                    tile = fill_ring(product, tokens, outputs, depth, weights_first, spread)
+                    # Several segments of a program need two sets of sums, partial sums three.
+                    if tile.sums > (192 if segments == 1 else 80):
+                        continue
+                    if tokens >= num_rows + 64 or (weights_first and tokens < num_rows):
+                        continue
+                    if spread and product.num_programs(tokens, outputs, False) > MAX_COUNTERS:
+                        continue
+                    yield tile
 
 
-def choose_large_tile(product: Product) -> Tile:
-    """More than 64 rows: the tile of 128 tokens whose rounds over the multiprocessors end first."""
-    segments = product.segments
-    best: tuple[float, int, bool] | None = None
-    for outputs, speed in RELATIVE_SPEED.items():
-        for spread in (False, True) if segments > 1 else (False,):
-            if spread and product.num_programs(128, outputs, False) > MAX_COUNTERS:
-                continue
-            if outputs == 256 and segments > 1 and not spread:
-                continue  # two sets of sums do not fit in the registers
-            programs = product.num_programs(128, outputs, spread)
-            rounds = -(-programs // product.num_multiprocessors)
-            share = COST_OF_SPREADING / segments if spread else 1.0
-            cost = rounds * outputs / speed * share
-            if best is None or cost < best[0]:
-                best = (cost, outputs, spread)
-    assert best is not None
-    _, outputs, spread = best
-    # Programs that a multiprocessor can hold, as registers allow.
-    most = {256: 1, 128: 2 if spread or segments == 1 else 1, 64: 3}[outputs]
-    return fill_ring(product, 128, outputs, 64, False, spread, most_programs=most)
+def estimate(product: Product, tile: Tile) -> float:
+    """Microseconds that a tile should take, as fitted to an H200; right to 10 % or so.
+
+    A multiprocessor copies 90 KB and multiplies 3.25 million pairs a microsecond, all of them
+    together read 4 MB of weights. The longest of the three hides the others but for a part. A round
+    has a beginning and an end, and what is spread pays for its partial sums.
+    """
+    num_programs = product.num_programs(tile.tokens, tile.outputs, tile.spread)
+    rounds = -(-num_programs // product.num_multiprocessors)
+    k = product.k // product.segments if tile.spread else product.k
+    copies = rounds * 2 * (tile.tokens + tile.outputs) * k / 90e3
+    products = rounds * tile.tokens * tile.outputs * k / 3.25e6
+    share = min(1.0, num_programs / product.num_multiprocessors)
+    weights = 2 * product.n * product.k / 4e6 / share**0.5
+    exchange = 3.0 + tile.tokens * tile.outputs / 10e3 if tile.spread else 0.0
+    return (copies**8 + products**8 + weights**8) ** (1 / 8) + rounds * (1.0 + exchange)
 
 
 def fill_ring(
@@ -99,13 +144,17 @@ def fill_ring(
     depth: int,
     weights_first: bool,
     spread: bool,
-    most_programs: int = 3,
+    budget: int = SHARED_MEMORY,
 ) -> Tile:
-    """A tile with as many stages as fit when all programs are resident, or most_programs."""
+    """A tile with as many stages as fit when all programs, or as many as can be, are resident."""
+    rows = outputs if weights_first else tokens
+    num_warps = 4 if rows == 64 else 8
+    tile = Tile(tokens, outputs, depth, 2, num_warps, weights_first, spread)
+    sets_of_sums = 1 if spread or product.segments == 1 else 2
+    registers = 32 * num_warps * (sets_of_sums * tile.sums + 48)
     programs = product.num_programs(tokens, outputs, spread)
-    resident = min(-(-programs // product.num_multiprocessors), most_programs)
-    budget = SHARED_MEMORY // resident - 1024 - 8 * MAX_STAGES
+    resident = min(-(-programs // product.num_multiprocessors), max(1, REGISTERS // registers), 3)
+    room = min(SHARED_MEMORY // resident - 1024 - 8 * MAX_STAGES, budget)
     num_steps = -(-product.k // depth) // (product.segments if spread else 1)
-    stages = budget // ((tokens + outputs) * depth * 2)
-    stages = max(2, min(stages, MAX_STAGES, num_steps))
-    return Tile(tokens, outputs, depth, stages, 8 if tokens == 128 else 4, weights_first, spread)
+    stages = min(room // ((tokens + outputs) * depth * 2), MAX_STAGES, num_steps)
+    return tile._replace(stages=max(2, stages))

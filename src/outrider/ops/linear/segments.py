@@ -28,7 +28,7 @@ SEGMENT_MULTIPLE = 128
 """Segments are whole steps of every kernel, and the widest step over K is this long."""
 
 MIN_SEGMENT = 512
-MIN_PROGRAMS = 100
+MIN_PROGRAMS = 96
 """Of 64 outputs each; with fewer, multiprocessors idle that could pull bytes."""
 
 MAX_COUNTERS = 4096
@@ -50,7 +50,7 @@ def num_segments(n: int, k: int) -> int:
           64      109.6     111.3     113.2     115.8
 
     At 64 rows and more a program runs its segments itself and the loss is gone. So: the fewest
-    segments that make 100 programs, which is 2 for N of 4096 to 6144, 1 above.
+    segments that make 96 programs, which is 2 for N of 4096 and 1 from 6144 on.
     """
     wanted = 1
     while wanted < MAX_SEGMENTS and wanted * -(-n // 64) < MIN_PROGRAMS:
