@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from outrider.sampling import sampler
+from outrider.ops.sampling import reference
 from outrider.sampling.arrays import SamplingArrays
 from outrider.sampling.sampler import sample_rows, target_probs
 
@@ -361,7 +361,8 @@ def test_a_token_of_probability_zero_is_never_drawn_whatever_the_times(
     logits = torch.tensor([[-INF, 0.0, -INF, -INF], [3.0, 2.0, 1.0, 0.0], [0.0, 0.0, 0.0, 90.0]])
     choices = [Choice(), Choice(top_k=2), Choice(min_p=0.5)]
     kept = torch.tensor([[0, 1, 0, 0], [1, 1, 0, 0], [0, 0, 0, 1]], dtype=torch.bool)
-    monkeypatch.setattr(sampler, "race_times", lambda *_: torch.where(kept, possible, impossible))
+    times = torch.where(kept, possible, impossible)
+    monkeypatch.setattr(reference, "race_times_reference", lambda *_: times)
     tokens = sample_rows(logits, arrays(choices, 4), torch.zeros(3, dtype=torch.int64))
     assert kept.gather(1, tokens[:, None]).all()
 
@@ -372,7 +373,7 @@ def test_a_token_too_unlikely_for_float32_loses_to_the_others(
     """Its time over its probability overflows, whichever time it has."""
     logits = torch.tensor([[-100.0, 0.0, -103.0, -150.0]])
     times = torch.tensor([[LONGEST, LONGEST, SHORTEST, SHORTEST]])
-    monkeypatch.setattr(sampler, "race_times", lambda *_: times)
+    monkeypatch.setattr(reference, "race_times_reference", lambda *_: times)
     tokens = sample_rows(logits, arrays([Choice()], 4), torch.zeros(1, dtype=torch.int64))
     assert tokens.tolist() == [1]
 
@@ -383,6 +384,6 @@ def test_the_token_with_the_shortest_time_over_its_probability_is_drawn(
     """Probabilities 1/7, 2/7, 4/7; the ratios are 7, 3.5, 5.25 and then 0.7, 1.75, 7."""
     logits = torch.tensor([[1.0, 2.0, 4.0], [1.0, 2.0, 4.0]]).log()
     times = torch.tensor([[1.0, 1.0, 3.0], [0.1, 0.5, 4.0]])
-    monkeypatch.setattr(sampler, "race_times", lambda *_: times)
+    monkeypatch.setattr(reference, "race_times_reference", lambda *_: times)
     tokens = sample_rows(logits, arrays([Choice()] * 2, 3), torch.zeros(2, dtype=torch.int64))
     assert tokens.tolist() == [1, 0]

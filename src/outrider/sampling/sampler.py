@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
-from outrider.ops.dispatch import uses_kernels
-from outrider.ops.philox import race_times
 from outrider.ops.sampling import argmax, processed_probs, sample
 from outrider.sampling.arrays import SamplingArrays
 
@@ -44,17 +41,12 @@ def sample_rows(
     """
     if all_greedy:
         return argmax(logits)
-    if uses_kernels(logits):
-        return sample(
-            logits,
-            sampling.temperature,
-            sampling.top_k,
-            sampling.top_p,
-            sampling.min_p,
-            sampling.seeds,
-            positions,
-        )
-    probs = target_probs(logits, sampling)
-    times = race_times(sampling.seeds, positions, logits.shape[-1])
-    sampled = (times / probs).argmin(-1)
-    return torch.where(sampling.temperature > 0, sampled, argmax(logits))
+    return sample(
+        logits,
+        sampling.temperature,
+        sampling.top_k,
+        sampling.top_p,
+        sampling.min_p,
+        sampling.seeds,
+        positions,
+    )

@@ -5,6 +5,7 @@ J. Salmon, M. Moraes, R. Dror, D. Shaw, "Parallel random numbers: as easy as 1, 
 
 from torch import Tensor
 
+from outrider.ops.dispatch import overlaps_launches, uses_kernels
 from outrider.ops.philox.reference import (
     Purpose,
     philox_reference,
@@ -23,6 +24,8 @@ def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], seed: Tensor) -> Tens
 
     Returns:
         [..., 4] int64, values in [0, 2^32).
+
+    The definition, on every device. Kernels make their words where they use them.
     """
     return philox_reference(counter, seed)
 
@@ -48,6 +51,11 @@ def race_times(
     Returns:
         [R, num_tokens] float32, positive and finite.
     """
+    if uses_kernels(seeds):
+        from outrider.ops.philox.triton import race_times_kernel
+
+        pdl = overlaps_launches(seeds)
+        return race_times_kernel(seeds, keys, num_tokens, purpose, index, pdl=pdl)
     return race_times_reference(seeds, keys, num_tokens, purpose, index)
 
 
@@ -55,11 +63,20 @@ def race_times_of(
     seeds: Tensor, keys: Tensor, token_ids: Tensor, purpose: Purpose, index: int = 0
 ) -> Tensor:
     """The entries `token_ids` [R, m] of what race_times gives, without making the others."""
+    if uses_kernels(seeds):
+        from outrider.ops.philox.triton import race_times_kernel
+
+        count, pdl = token_ids.shape[1], overlaps_launches(seeds)
+        return race_times_kernel(seeds, keys, count, purpose, index, token_ids=token_ids, pdl=pdl)
     return race_times_of_reference(seeds, keys, token_ids, purpose, index)
 
 
 def uniforms(seeds: Tensor, keys: Tensor, count: int, purpose: Purpose) -> Tensor:
     """One uniform in (0, 1) for each row and index 0 .. count - 1: [R, count] float32."""
+    if uses_kernels(seeds):
+        from outrider.ops.philox.triton import uniforms_kernel
+
+        return uniforms_kernel(seeds, keys, count, purpose, pdl=overlaps_launches(seeds))
     return uniforms_reference(seeds, keys, count, purpose)
 
 

@@ -48,8 +48,9 @@ def _counter(
     token_block: Tensor, key: Tensor, purpose: Purpose, index: Tensor | int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Counter words: block of four token ids, 64 bits of key, purpose and index in the block."""
-    last = torch.as_tensor(index, device=key.device) * 256 + int(purpose)
-    return token_block, key & MASK, key >> 32, last
+    if not isinstance(index, Tensor):
+        index = key.new_full((), index)
+    return token_block, key & MASK, key >> 32, index * 256 + int(purpose)
 
 
 def _exponential(words: Tensor) -> Tensor:
