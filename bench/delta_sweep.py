@@ -1,11 +1,15 @@
-"""Time of a gated delta net's two kernels in a round, and what they move.
+"""Time of a gated delta net's two kernels in a round, and what they move; or of a prompt's chunk.
 
     python bench/delta_sweep.py --out delta.json
+    python bench/delta_sweep.py --prefill [--options]
 
 Every cell is a CUDA graph of calls on different slots, so that no state is still in the L2 cache
 when it is read. `inputs` is the kernel in front (convolution, norms, gates), `rule` replays what
 the last round accepted (all of its rows, here) and runs T rows. Share: the states' read and write
 at 4.2 TB/s, which is what one H200 sustains, over the time measured.
+
+With --prefill: one layer's call for a whole prompt, its time on the GPU (a graph) and on the host
+(eager, nothing waited for), and the GPU's time by kernel. --options tries other tile sizes.
 """
 
 from __future__ import annotations
@@ -27,7 +31,8 @@ import torch
 import triton
 from torch import Tensor
 
-from outrider.ops.gated_delta_net import DeltaNetRows, DeltaNetWeights
+from outrider.ops.gated_delta_net import DeltaNetRows, DeltaNetWeights, delta_net_prefill
+from outrider.ops.gated_delta_net.chunked import OPTIONS, chunked_rule
 from outrider.ops.gated_delta_net.triton import launch_inputs
 from outrider.ops.gated_delta_rule import DeltaState, PendingRecords
 from outrider.ops.gated_delta_rule.hopper import launch_rows, tile
@@ -37,6 +42,23 @@ BYTES_PER_SECOND = 4.2e12
 KEY_HEADS, DIM, WIDTH, MAX_ROWS = 16, 128, 4, 9
 NUM_SLOTS = 256
 TILES = ((16, 1), (32, 1), (64, 1), (32, 2), (32, 4))
+# Other options worth trying for the kernels of a prompt's chunk.
+PREFILL_OPTIONS: dict[str, list[dict[str, int]]] = {
+    "sum_decays": [{"num_warps": 2}],
+    "solve": [{"BK": k, "num_warps": w} for k, w in ((32, 1), (64, 1), (128, 2), (64, 4))],
+    "weigh": [
+        {"BK": k, "BV": k, "num_warps": w, "num_stages": s}
+        for k, w, s in ((64, 4, 2), (64, 8, 3), (128, 4, 2), (128, 8, 2))
+    ],
+    "states": [
+        {"BV": v, "num_warps": w, "num_stages": s}
+        for v, w, s in ((32, 4, 3), (32, 4, 4), (32, 2, 2), (64, 4, 3), (16, 4, 3), (16, 2, 3))
+    ],
+    "outputs": [
+        {"BK": k, "BV": v, "num_warps": w, "num_stages": s}
+        for k, v, w, s in ((64, 64, 4, 2), (128, 64, 4, 2), (128, 128, 8, 2), (64, 128, 8, 2))
+    ],
+}
 
 
 @dataclass(frozen=True)
@@ -222,6 +244,78 @@ def measure(cell: Cell, layer: Layer, overlap: bool) -> dict[str, Any]:
     }
 
 
+def host_microseconds(call: Callable[[], Any], calls: int = 30) -> float:
+    """Microseconds the host needs for a call, the GPU's queue never being full."""
+    best = float("inf")
+    for _ in range(5):
+        torch.cuda.synchronize()
+        begin = time.perf_counter()
+        for _ in range(calls):
+            call()
+        best = min(best, (time.perf_counter() - begin) * 1e6 / calls)
+    return best
+
+
+def by_kernel(call: Callable[[], Any], calls: int = 10) -> list[tuple[float, int, str]]:
+    """(microseconds, launches, name) of every kernel of one call, the slowest first."""
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        for _ in range(calls):
+            call()
+        torch.cuda.synchronize()
+    rows = [
+        (event.self_device_time_total / calls, event.count // calls, event.key)
+        for event in profile.key_averages()
+        if event.self_device_time_total and event.count >= calls
+    ]
+    return sorted(rows, reverse=True)
+
+
+def measure_prefill(value_heads: int, num_rows: int, dtype: torch.dtype, *, options: bool) -> None:
+    """Print the times of one layer's chunk of num_rows rows at the start of a prompt."""
+    layer = Layer(value_heads, dtype, torch.float32, "cuda", 4)
+    channels = layer.ring.shape[2]
+    packed = torch.randn(num_rows, channels + 2 * value_heads, device="cuda").to(dtype)
+    b, a = packed[:, channels:].split(value_heads, dim=1)
+    rows = DeltaNetRows(packed[:, :channels], a, b)
+    slot = torch.ones(1, dtype=torch.int64, device="cuda")
+    start = torch.zeros_like(slot)
+    ends = (*range(64, num_rows, 64), num_rows)
+
+    def call() -> Any:
+        return delta_net_prefill(
+            rows, layer.weights, layer.ring, layer.delta, slot, start, ends, starts_sequence=True
+        )
+
+    call()
+    gpu, host = graph_microseconds([call] * 4), host_microseconds(call)
+    print(f"HV{value_heads} prompt of {num_rows}: GPU {gpu:.1f} us, host {host:.1f} us", flush=True)
+    for microseconds, count, name in by_kernel(call):
+        print(f"    {microseconds:8.2f} us in {count} of {name[:90]}")
+    if not options:
+        return
+    unit = torch.nn.functional.normalize
+    queries, keys = (
+        unit(torch.randn(num_rows, KEY_HEADS, DIM, device="cuda"), dim=-1).to(dtype)
+        for _ in range(2)
+    )
+    values = torch.randn(num_rows, value_heads, DIM, device="cuda").to(dtype)
+    g, beta = (torch.rand(num_rows, value_heads, device="cuda") for _ in range(2))
+
+    def rule(changed: dict[str, dict[str, int]]) -> float:
+        arguments = (queries, keys, values, -0.2 * g, beta, layer.delta.state[1])
+        return graph_microseconds([lambda: chunked_rule(*arguments, {**OPTIONS, **changed})] * 4)
+
+    usual = rule({})
+    print(f"  the rule alone {usual:.1f} us; with other options:")
+    for kernel, candidates in PREFILL_OPTIONS.items():
+        for candidate in candidates:
+            try:
+                print(f"    {rule({kernel: candidate}) - usual:+8.1f} us {kernel} {candidate}")
+            except (RuntimeError, triton.TritonError) as error:
+                print(f"    {kernel} {candidate}: {str(error)[-120:]}")
+
+
 def line(row: dict[str, Any]) -> str:
     cell = f"HV{row['value_heads']} B{row['batch']:<3} T{row['rows']} tile {row['tile']}"
     if "error" in row:
@@ -247,9 +341,16 @@ def main() -> int:
     parser.add_argument("--tiles", action="store_true", help="every tile, not only the chosen one")
     parser.add_argument("--workers", type=int, default=8, help="processes that compile ahead")
     parser.add_argument("--budget", type=float, default=300, help="seconds after which it stops")
+    parser.add_argument("--prefill", action="store_true", help="a prompt's chunk, not rounds")
+    parser.add_argument("--prompt", type=int, nargs="+", default=[1024, 2048])
+    parser.add_argument("--options", action="store_true", help="with --prefill: other tile sizes")
     options = parser.parse_args()
     begin = time.perf_counter()
     dtype, state_dtype = (getattr(torch, name) for name in (options.dtype, options.state_dtype))
+    if options.prefill:
+        for value_heads, num_rows in product(options.value_heads, options.prompt):
+            measure_prefill(value_heads, num_rows, dtype, options=options.options)
+        return 0
     overlap = torch.cuda.get_device_capability()[0] >= 9
     shapes = TILES if options.tiles else (None,)
     cells = [

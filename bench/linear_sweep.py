@@ -4,19 +4,22 @@
     python -m bench.linear_sweep --sweep --out sweep.json         # and candidate tiles
     python -m bench.linear_sweep --segments 1 --shapes o down     # another cut of the sum
     python -m bench.linear_sweep --chain --out chain.json         # layers of dependent operations
+    python -m bench.linear_sweep --chain --sweep --cut qkv 2      # one projection's sum cut in two
 
 Every number is the time per call of a CUDA graph that goes through enough copies of the weight to
 find none of them in L2. A cell reads: microseconds of ours / of the library, then ours as a share
 of 4.2 TB/s where bytes are the limit and in TFLOP/s where products are. With --sweep the best two
 candidates follow, then the tile that is chosen. --chain times a whole layer of Qwen3-8B without
-attention, where a kernel starts while the one before ends; with --sweep it also tries other tiles
-for one projection at a time. Kernels are compiled by several processes before anything is timed;
-what is not ready after half of the time is left out.
+attention, or of one that has Qwen3.5-9B's wider first projections instead, where a kernel starts
+while the one before ends; with --sweep it also tries other tiles for one projection at a time, and
+how far ahead of the ring weights should be sent for. Kernels are compiled by several processes
+before anything is timed; what is not ready after half of the time is left out.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import itertools
 import json
 import multiprocessing
@@ -36,6 +39,7 @@ from torch import Tensor
 from outrider.ops.linear import linear
 from outrider.ops.linear.hopper_tiles import (
     HALF,
+    SHARED_MEMORY,
     Product,
     Tile,
     choose_tile,
@@ -56,6 +60,7 @@ SHAPES = {
     "in_proj": (4096, 12352),
     "gated_qkv": (4096, 10240),
     "eagle_qkv": (8192, 6144),
+    "fc": (8192, 4096),
     "draft_head": (4096, 32000),
     "head": (4096, 151936),
     "down_4b": (9728, 2560),
@@ -66,11 +71,13 @@ ROW_COUNTS = [1, 4, 16, 32, 64, 128, 256, 1024]
 BYTES_PER_SECOND = 4.2e12
 BYTES_IN_ROTATION = 400 << 20
 NUM_MULTIPROCESSORS = 132
-MAX_CANDIDATES = 10
+MAX_CANDIDATES = 12
+AHEAD = (512, 1024, 2048, 4096)
+"""Bytes a row; at 64 outputs and 128 programs 1024 are 2 microseconds of memory traffic."""
 
 
 def candidates(product: Product) -> list[Tile]:
-    """Up to ten tiles worth trying for a product besides the chosen one, the likely ones first."""
+    """Up to MAX_CANDIDATES tiles besides the chosen one, the likely ones first."""
     found = skinny_candidates(product) if product.num_rows <= 32 else wide_candidates(product)
     chosen = choose_tile(product)
     distinct = dict.fromkeys(
@@ -97,20 +104,30 @@ def skinny_candidates(product: Product) -> Iterator[Tile]:
 
 
 def wide_candidates(product: Product) -> Iterator[Tile]:
-    """The best by estimate, some of them with steps of other length or in half of the memory."""
+    """The best by estimate, also with steps of other length or in half of the memory."""
     best = sorted(tiles(product), key=partial(estimate, product))
     for tile in best[:3]:
-        shape = (tile.tokens, tile.outputs)
-        how = (tile.weights_first, tile.spread)
         yield tile
-        yield fill_ring(product, *shape, 192 - tile.depth, *how)
-        yield fill_ring(product, *shape, tile.depth, *how, HALF)
+        yield other_ring(product, tile, depth=192 - tile.depth)
+    # Powers of two, which may do better than their number of programs says.
+    for tokens, outputs in ((128, 64), (64, 128), (128, 128)):
+        yield fill_ring(product, tokens, outputs, 64, False, product.segments > 1)
     # Of the others, one for each size of tile, whichever way round.
     seen = {tile.tokens * tile.outputs for tile in best[:3]}
-    for tile in best[3:]:
+    for tile in best[3:12]:
         if tile.tokens * tile.outputs not in seen or tile.spread:
             seen.add(tile.tokens * tile.outputs)
             yield tile
+    for tile in best[:3]:
+        yield other_ring(product, tile, budget=HALF)
+
+
+def other_ring(
+    product: Product, tile: Tile, depth: int | None = None, budget: int = SHARED_MEMORY
+) -> Tile:
+    depth = depth or tile.depth
+    how = (tile.weights_first, tile.spread)
+    return fill_ring(product, tile.tokens, tile.outputs, depth, *how, budget)
 
 
 def compile_here(product: Product, tile: Tile, dtype: torch.dtype) -> None:
@@ -133,7 +150,13 @@ def become_compiler() -> None:
 def kernel_key(product: Product, tile: Tile) -> tuple[object, ...]:
     """What a compiled kernel differs in: N and K count only as multiples of 16 or not."""
     one_row = product.num_rows <= tile.tokens
-    return tile, product.segments, one_row, product.n % 16 == 0, product.k % 16 == 0
+    return (
+        tile._replace(ahead=0),
+        product.segments,
+        one_row,
+        product.n % 16 == 0,
+        product.k % 16 == 0,
+    )
 
 
 def compile_all(
@@ -247,41 +270,50 @@ def measure(cell: Cell, sweep: bool, ready: set[Any], deadline: float) -> dict[s
 
 
 def fields(tile: Tile) -> str:
-    """tokens x outputs x depth / stages; w: weights first, s: spread."""
+    """tokens x outputs x depth / stages; w: weights first, s: spread; + bytes sent for ahead."""
     marks = "w" * tile.weights_first + "s" * tile.spread
-    return f"{tile.tokens}x{tile.outputs}x{tile.depth}/{tile.stages}{marks}"
+    ahead = f"+{tile.ahead}" if tile.ahead else ""
+    return f"{tile.tokens}x{tile.outputs}x{tile.depth}/{tile.stages}{marks}{ahead}"
 
 
-LAYER = {name: SHAPES[name] for name in ("qkv", "o", "gate_up", "down")}
+FIRST = ("qkv", "gated_qkv", "in_proj")
+"""First projections of a layer: of Qwen3-8B, and the two of Qwen3.5-9B."""
+OTHERS = ("o", "gate_up", "down")
 HIDDEN = 4096
 NUM_LAYERS = 4
 
+CUTS: dict[str, int] = {}
+"""Segments that are not the rule's."""
 
-def product_of(name: str, num_rows: int, segments: int | None = None) -> Product:
+
+def product_of(name: str, num_rows: int) -> Product:
     k, n = SHAPES[name]
-    return Product(num_rows, n, k, segments or num_segments(n, k), NUM_MULTIPROCESSORS)
+    return Product(num_rows, n, k, CUTS.get(name) or num_segments(n, k), NUM_MULTIPROCESSORS)
 
 
 class Chain:
-    """Layers of an 8B model without attention: each operation reads what the last has written."""
+    """Layers without attention, where each operation reads what the last has written."""
 
-    def __init__(self, dtype: torch.dtype) -> None:
+    def __init__(self, first: str, dtype: torch.dtype) -> None:
+        self.first = first
+        self.names = (first, *OTHERS)
         self.norm = torch.ones(HIDDEN, dtype=dtype, device="cuda")
+        shapes = {name: SHAPES[name] for name in self.names}
         self.layers = [
             {
                 name: torch.randn(n, k, dtype=dtype, device="cuda") / k**0.5
-                for name, (k, n) in LAYER.items()
+                for name, (k, n) in shapes.items()
             }
             for _ in range(NUM_LAYERS)
         ]
-        self.floor = 2e6 * sum(n * k for k, n in LAYER.values()) / BYTES_PER_SECOND
+        self.floor = 2e6 * sum(n * k for k, n in shapes.values()) / BYTES_PER_SECOND
 
     def run(self, x: Tensor, project: Callable[[str, Tensor, Tensor], Tensor]) -> Tensor:
         """x [R, HIDDEN] through all layers, projections by `project(name, x, weight)`."""
         hidden, stream = x, x
         for layer in self.layers:
             normed, stream = add_rms_norm(hidden, stream, self.norm, 1e-6, zero_centred=False)
-            mixed = project("qkv", normed, layer["qkv"])[:, :HIDDEN]
+            mixed = project(self.first, normed, layer[self.first])[:, :HIDDEN]
             mixed = project("o", mixed, layer["o"])
             normed, stream = add_rms_norm(mixed, stream, self.norm, 1e-6, zero_centred=False)
             hidden = silu_mul(project("gate_up", normed, layer["gate_up"]))
@@ -290,7 +322,7 @@ class Chain:
 
     def time(self, x: Tensor, project: Callable[[str, Tensor, Tensor], Tensor]) -> float:
         """Microseconds of a layer."""
-        return graph_time([lambda: self.run(x, project)], replays=15) / NUM_LAYERS
+        return graph_time([lambda: self.run(x, project)], replays=11) / NUM_LAYERS
 
     def ours(self, x: Tensor, chosen: dict[str, Tile]) -> float:
         """Microseconds of a layer with certain tiles."""
@@ -306,33 +338,54 @@ class Chain:
         return self.time(x, project)
 
 
+class Descent:
+    """The best tiles found so far for a chain at one number of rows, one projection at a time."""
+
+    def __init__(self, chain: Chain, x: Tensor, ready: set[Any], deadline: float) -> None:
+        self.chain, self.x, self.ready, self.deadline = chain, x, ready, deadline
+        self.best = {name: choose_tile(product_of(name, len(x))) for name in chain.names}
+        self.start = self.best_us = min(chain.ours(x, self.best) for _ in range(3))
+
+    def improve(self, name: str, found: list[Tile]) -> list[tuple[float, Tile]]:
+        """Try tiles for a projection and keep the best; returns all times, sorted."""
+        product = product_of(name, len(self.x))
+        times = {self.best[name]: self.best_us}
+        for tile in found:
+            if time.perf_counter() < self.deadline and kernel_key(product, tile) in self.ready:
+                times[tile] = self.chain.ours(self.x, self.best | {name: tile})
+        for tile in sorted(times, key=times.__getitem__)[:2]:
+            if times[tile] < self.best_us - 0.15:
+                again = self.chain.ours(self.x, self.best | {name: tile})
+                times[tile] = max(times[tile], again)  # a lucky measurement does not count
+        tile = min(times, key=times.__getitem__)
+        if times[tile] < self.best_us - 0.15:
+            self.best[name], self.best_us = tile, times[tile]
+        return sorted((us, tile) for tile, us in times.items())[:8]
+
+
 def measure_chain(
     chain: Chain, num_rows: int, sweep: bool, ready: set[Any], deadline: float
 ) -> dict[str, Any]:
     """A layer by the library, by ours, and with the best tile for each projection in turn."""
     x = torch.randn(num_rows, HIDDEN, dtype=chain.norm.dtype, device="cuda")
-    row: dict[str, Any] = {"num_rows": num_rows, "floor_us": chain.floor}
+    row: dict[str, Any] = {"first": chain.first, "num_rows": num_rows, "floor_us": chain.floor}
     row["library_us"] = chain.time(x, lambda name, x, weight: torch.mm(x, weight.T))
     row["ours_us"] = chain.time(x, lambda name, x, weight: linear(x, weight))
     text = f"{row['ours_us']:7.1f} / {row['library_us']:7.1f}  floor {chain.floor:.1f}"
     if sweep:
-        best = {name: choose_tile(product_of(name, num_rows)) for name in LAYER}
-        start = best_us = min(chain.ours(x, best) for _ in range(2))
-        for name in ("o", "down", "qkv", "gate_up"):
-            times: dict[Tile, float] = {best[name]: best_us}
-            for tile in candidates(product_of(name, num_rows)):
-                if (
-                    time.perf_counter() < deadline
-                    and kernel_key(product_of(name, num_rows), tile) in ready
-                ):
-                    times[tile] = chain.ours(x, best | {name: tile})
-            row[name] = sorted((us, tile) for tile, us in times.items())[:6]
-            tile = min(times, key=times.__getitem__)
-            if times[tile] < best_us - 0.15:
-                best[name], best_us = tile, min(times[tile], chain.ours(x, best | {name: tile}))
-        text += f"   {start:7.1f} -> {best_us:7.1f}"
-        text += "".join(f"  {name} {fields(tile)}" for name, tile in best.items())
-    print(f"chain {num_rows:>5}: {text}", flush=True)
+        descent = Descent(chain, x, ready, deadline)
+        # What others prefer depends on the largest; only the first is new in the other layers.
+        names = ("gate_up", "down", "qkv", "o") if chain.first == "qkv" else (chain.first,)
+        for name in names:
+            row[name] = descent.improve(name, candidates(product_of(name, num_rows)))
+        without = descent.best_us
+        for name in names:
+            found = [descent.best[name]._replace(ahead=ahead) for ahead in AHEAD]
+            row[f"{name} ahead"] = descent.improve(name, found)
+        row["best_us"], row["best"] = descent.best_us, descent.best
+        text += f"   {descent.start:7.1f} -> {without:7.1f} -> ahead {descent.best_us:7.1f}"
+        text += "".join(f"  {name} {fields(tile)}" for name, tile in descent.best.items())
+    print(f"chain {chain.first} {num_rows:>5}: {text}", flush=True)
     return row
 
 
@@ -342,6 +395,8 @@ def main() -> int:
     parser.add_argument("--rows", nargs="+", type=int, default=ROW_COUNTS)
     parser.add_argument("--dtype", choices=["bfloat16", "float16"], default="bfloat16")
     parser.add_argument("--segments", type=int, help="instead of the rule's")
+    parser.add_argument("--cut", nargs=2, metavar=("SHAPE", "SEGMENTS"), help="of one shape only")
+    parser.add_argument("--first", nargs="+", choices=FIRST, default=FIRST, help="of the chains")
     parser.add_argument("--sweep", action="store_true")
     parser.add_argument("--chain", action="store_true")
     parser.add_argument("--seconds", type=float, default=90, help="limit of the whole run")
@@ -349,9 +404,13 @@ def main() -> int:
     arguments = parser.parse_args()
     begin = time.perf_counter()
     dtype = getattr(torch, arguments.dtype)
-    names: list[str] = list(LAYER) if arguments.chain else arguments.shapes
+    names: list[str] = [*arguments.first, *OTHERS] if arguments.chain else arguments.shapes
+    if arguments.segments:
+        CUTS.update({name: arguments.segments for name in names})
+    if arguments.cut:
+        CUTS[arguments.cut[0]] = int(arguments.cut[1])
     products = {
-        (name, num_rows): product_of(name, num_rows, arguments.segments)
+        (name, num_rows): product_of(name, num_rows)
         for name in names
         for num_rows in arguments.rows
         if SHAPES[name][1] < 100_000 or num_rows <= 256  # heads see a prompt's last row only
@@ -361,6 +420,7 @@ def main() -> int:
         ranked = [[(p, tile) for tile in candidates(p)] for p in products.values()]
         jobs += [job for jobs in itertools.zip_longest(*ranked) for job in jobs if job]
     ready = compile_all(jobs, dtype, begin + arguments.seconds / 2)
+    gc.freeze()  # a capture may collect garbage first
     deadline = begin + arguments.seconds
     rows: list[dict[str, Any]] = []
 
@@ -370,10 +430,11 @@ def main() -> int:
             arguments.out.write_text(json.dumps(rows))
 
     if arguments.chain:
-        chain = Chain(dtype)
-        for num_rows in arguments.rows:
-            if time.perf_counter() < deadline:
-                keep(measure_chain(chain, num_rows, arguments.sweep, ready, deadline))
+        for first in arguments.first:
+            chain = Chain(first, dtype)
+            for num_rows in arguments.rows:
+                if time.perf_counter() < deadline:
+                    keep(measure_chain(chain, num_rows, arguments.sweep, ready, deadline))
     else:
         for name in names:
             k, n = SHAPES[name]

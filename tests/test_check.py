@@ -20,9 +20,9 @@ from outrider.check import CheckReport, CheckResult, check, print_report
 from outrider.cli import main
 from outrider.config import EngineConfig, SpeculativeConfig
 from outrider.errors import CapacityError, CheckpointError, ConfigError, OutriderError, RequestError
+from outrider.ops.bookkeeping import reference as bookkeeping
+from outrider.ops.sampling import reference as sampling
 from outrider.output import Completion, RequestOutput
-from outrider.runner import decide
-from outrider.sampling import sampler
 from outrider.trace import SpeculationStats
 from tests.checkpoints import TinyShape, write_qwen3_5
 from tests.tiny_tokenizer import write_tokenizer
@@ -53,7 +53,7 @@ def accept_everything(sampled: Tensor, draft_token_ids: Tensor, num_drafts: Tens
 @pytest.fixture
 def broken(monkeypatch: pytest.MonkeyPatch) -> None:
     """A runner that keeps every draft."""
-    monkeypatch.setattr(decide, "accept_matching", accept_everything)
+    monkeypatch.setattr(bookkeeping, "accept_matching", accept_everything)
 
 
 def printed(report: CheckReport) -> str:
@@ -101,7 +101,7 @@ def test_a_runner_that_accepts_every_draft_is_wrong(model: Path, method: str) ->
 def test_noise_that_depends_on_speculation_is_found_in_the_warm_texts_only(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    original = sampler.race_times
+    original = sampling.race_times_reference
 
     def worse(seeds: Tensor, positions: Tensor, *others: Any, **options: Any) -> Tensor:
         # Noise by the row in the pass instead of by the position in the text.
@@ -109,7 +109,7 @@ def test_noise_that_depends_on_speculation_is_found_in_the_warm_texts_only(
             seeds, torch.arange(len(positions), device=positions.device), *others, **options
         )
 
-    monkeypatch.setattr(sampler, "race_times", worse)
+    monkeypatch.setattr(sampling, "race_times_reference", worse)
     report = check(config(model), num_tokens=16)
     assert report.result is CheckResult.WRONG_OUTPUT
     assert {int(m.split()[1].rstrip(":")) for m in report.mismatches} <= set(range(5, 10))

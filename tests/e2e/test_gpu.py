@@ -6,13 +6,18 @@ the same at the shapes of large models.
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Sequence
 from functools import cache
+from pathlib import Path
 
 import pytest
 
 from outrider import LLM, EngineConfig, SamplingParams, SpeculativeConfig
 from outrider.engine import Engine
+from outrider.output import total_speculation
+from outrider.tokenizer import Tokenizer
 from tests.harness import random_tokens, run_requests, tokens_of
 from tests.trained import trained_folder, trained_pair
 
@@ -178,3 +183,76 @@ def test_a_greedy_text_begins_as_on_the_cpu(method: str) -> None:
         for device in ("cuda", "cpu")
     )
     assert gpu.token_ids[:8] == cpu.token_ids[:8]
+
+
+# --- Sampled drafts: the law of the text. ---
+
+NUM_SEEDS = 2000
+NUM_LISTED = 20
+"""Next tokens told apart after a text, the likeliest; all others count as one."""
+
+LEAST_EXPECTED = 8
+"""Kinds of texts that are expected less often count as one."""
+
+
+def next_token_laws(engine: Engine, texts: list[list[int]]) -> list[dict[int | None, float]]:
+    """Probabilities of the listed next tokens of each text, and under None of all others."""
+    params = SamplingParams(max_tokens=1, logprobs=NUM_LISTED, logprobs_mode="processed", seed=0)
+    laws: list[dict[int | None, float]] = []
+    for output in run_requests(engine, texts, params):
+        assert output.logprobs is not None
+        law: dict[int | None, float] = {i: math.exp(v) for i, v in output.logprobs[0].top}
+        law[None] = max(1 - sum(law.values()), 0.0)
+        laws.append(law)
+    return laws
+
+
+def pearson_limit(freedom: int) -> float:
+    """Chi-square quantile at 1 - 1e-9, by Wilson and Hilferty's cube."""
+    spread = 2 / (9 * freedom)
+    return freedom * (1 - spread + 5.998 * math.sqrt(spread)) ** 3
+
+
+@pytest.mark.parametrize("method", ["mtp", "eagle3"])
+def test_sampled_drafts_keep_the_law_of_the_text(method: str) -> None:
+    """The first token is the prompt's own draw, the second the first that drafts are verified for.
+
+    The limit is met once in 1e9 by a statistic that follows chi-square, which leaves room for kinds
+    of texts that are seldom seen.
+    """
+    model, spec = method_config(method, 2)
+    prompt = Tokenizer.from_pretrained(Path(model)).encode(TEXTS[1])
+    engine = make(model, "float32", None, max_num_seqs=32)
+    [first] = next_token_laws(engine, [prompt])
+    listed = [token for token in first if token is not None]
+    seconds = next_token_laws(engine, [[*prompt, token] for token in listed])
+    expected: dict[tuple[int | None, int | None], float] = {(None, None): first[None] * NUM_SEEDS}
+    for token, law in zip(listed, seconds, strict=True):
+        expected |= {(token, other): first[token] * law[other] * NUM_SEEDS for other in law}
+    assert sum(expected.values()) == pytest.approx(NUM_SEEDS, rel=1e-5)
+
+    params = [
+        # Two drafts are verified for the second token only where three tokens may follow the first.
+        SamplingParams(max_tokens=4, seed=seed, ignore_eos=True, draft_sampling="sampled")
+        for seed in range(NUM_SEEDS)
+    ]
+    engine = make(model, "float32", spec, max_num_seqs=64)
+    outputs = run_requests(engine, [prompt] * NUM_SEEDS, params)
+    rates = [count / NUM_SEEDS for count in total_speculation(outputs).accepted_per_position]
+    assert len(rates) == 2 and all(0.05 < rate < 0.95 for rate in rates), rates
+
+    counts: Counter[tuple[int | None, int | None]] = Counter()
+    known = dict(zip(listed, seconds, strict=True))
+    for one, two in (output.token_ids[:2] for output in outputs):
+        if one in known:
+            counts[one, two if two in known[one] else None] += 1
+        else:
+            counts[None, None] += 1
+    groups: dict[tuple[int | None, int | None] | None, list[float]] = {}
+    for kind, number in expected.items():
+        group = groups.setdefault(kind if number >= LEAST_EXPECTED else None, [0.0, 0.0])
+        group[0] += counts[kind]
+        group[1] += number
+    assert len(groups) > 20
+    statistic = sum((count - number) ** 2 / number for count, number in groups.values())
+    assert statistic < pearson_limit(len(groups) - 1)

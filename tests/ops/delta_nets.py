@@ -8,12 +8,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import pytest
 import torch
 from torch import Tensor
 
 from outrider.ops.gated_delta_net import DeltaNetRows, DeltaNetWeights, delta_net_round
 from outrider.ops.gated_delta_net.reference import delta_net_round_reference
 from outrider.ops.gated_delta_rule import DeltaState, PendingRecords, delta_replay
+
+interpreted = pytest.mark.skipif(
+    torch.cuda.is_available(), reason="kernels are compiled, not interpreted"
+)
 
 WIDTH = 4
 MAX_ROWS = 9
@@ -196,7 +201,7 @@ def on(device: str, values: list[int]) -> Tensor:
 def exact(net: Net, text: Tensor, weights: DeltaNetWeights, state: Tensor) -> tuple[Tensor, Tensor]:
     """Outputs [L, HV, V] and S [HV, V, K] of the layer's own recurrence over text [L, width]."""
     length, (first, ratio) = len(text), (net.channels + 16, net.value_heads // net.key_heads)
-    qkv = torch.cat((torch.zeros_like(text[: WIDTH - 1, : net.channels]), text[:, : net.channels]))
+    qkv = torch.cat((text.new_zeros(WIDTH - 1, net.channels), text[:, : net.channels]))
     taps = (qkv[j : j + length].double() * weights.conv[:, j].double() for j in range(WIDTH))
     mixed = sum(taps, torch.zeros((), dtype=torch.float64, device=text.device))
     mixed = (mixed / (1 + (-mixed).exp())).to(net.dtype).double()

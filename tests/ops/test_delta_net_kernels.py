@@ -18,6 +18,7 @@ from tests.ops.delta_nets import (
     Net,
     Store,
     exact,
+    interpreted,
     kernel_replay,
     on,
     relative_error,
@@ -73,6 +74,7 @@ def compare_stores(net: Net, mine: Store, theirs: Store) -> None:
             assert relative_error(value[written], expected[written]) < net.tolerance
 
 
+@interpreted
 @pytest.mark.parametrize("net", TINY, ids=str)
 @pytest.mark.parametrize(("num_rows", "width"), [([1], 1), ([3, 0, 1, 2], 3), ([2, 1], 4)], ids=str)
 def test_a_round_equals_the_reference_in_the_interpreter(
@@ -148,6 +150,7 @@ def check_acceptance(
     assert store.delta.state[slots].isfinite().all() and store.delta.state[0].isfinite().all()
 
 
+@interpreted
 @pytest.mark.parametrize("net", [Net(1, 2, 16, 16), Net(2, 2, 8, 24, "fp16", "fp16")], ids=str)
 @pytest.mark.parametrize("width", [2, 5])
 def test_any_acceptance_leaves_the_bits_of_decoding_in_the_interpreter(
@@ -275,6 +278,7 @@ def check_replay(net: Net, device: str) -> None:
         assert same_bits(own.delta.state[one], own.delta.state[other])
 
 
+@interpreted
 @pytest.mark.parametrize("net", [Net(1, 2, 16, 16), Net(1, 2, 8, 24, "fp16", "fp16")], ids=str)
 def test_replay_clamps_any_count_in_the_interpreter(net: Net) -> None:
     check_replay(net, "cpu")
@@ -314,6 +318,7 @@ def check_ring_edges(net: Net, device: str) -> None:
         assert store.ring[[0, 2]].isnan().all()
 
 
+@interpreted
 def test_rounds_wrap_around_the_ring_in_the_interpreter() -> None:
     check_ring_edges(Net(1, 1, 16, 16, "fp16"), "cpu")
 

@@ -19,6 +19,7 @@ from tests.ops.delta_nets import (
     Net,
     Store,
     exact,
+    interpreted,
     on,
     relative_error,
     same_bits,
@@ -66,6 +67,7 @@ def prefill(store: Store, slot: int, text: Tensor, cuts: list[int], grid: int) -
         )
 
 
+@interpreted
 @pytest.mark.parametrize("net", TINY, ids=str)
 @pytest.mark.parametrize(("start", "length"), [(0, 1), (0, 2), (0, 30), (5, 7), (1, 12), (40, 13)])
 def test_inputs_of_a_chunk_equal_the_reference_in_the_interpreter(

@@ -345,6 +345,10 @@ TILES = [
     Tile(128, 128, 64, 3, 8, False, False),
     Tile(128, 128, 64, 2, 8, False, False),
     Tile(64, 64, 64, 2, 4, False, False),
+    # Weights sent for before the kernel in front has ended, as far as there are any.
+    Tile(8, 64, 128, 4, 4, True, True, 512),
+    Tile(128, 64, 64, 3, 8, False, False, 1 << 20),
+    Tile(128, 192, 64, 3, 8, False, False, 1000),
     # Columns in two blocks.
     Tile(64, 48, 128, 8, 4, False, False),
     Tile(64, 96, 64, 10, 4, False, False),

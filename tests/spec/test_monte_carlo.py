@@ -144,7 +144,8 @@ def _sample(contexts: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
     sampling = SamplingArrays.empty(contexts.numel(), VOCAB_SIZE, contexts.device)
     sampling.temperature.fill_(1.0)
     sampling.seeds.copy_(seeds.repeat_interleave(contexts.shape[1]))
-    return sample_rows(LOGITS[contexts.flatten()], sampling, positions.flatten()).view_as(contexts)
+    keys = positions.flatten().contiguous()
+    return sample_rows(LOGITS[contexts.flatten()], sampling, keys).view_as(contexts)
 
 
 def text_law() -> Tensor:

@@ -25,6 +25,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from outrider.ops.sampling import block_terms_sparse
+
 
 @dataclass(frozen=True)
 class SparseLaw:
@@ -58,30 +60,12 @@ def block_terms(
     """P_i and h_i of every block.
 
     Args:
-        probs: [B, T, V] the target's distribution at each row, float32 or float64.
+        probs: [B, T, V] the target's distribution at each row, float32 (on a CPU float64 too),
+            contiguous.
         draft_token_ids: [B, T - 1].
         num_drafts: [B].
     """
-    batch, most = draft_token_ids.shape
-    index = torch.arange(most + 1, device=probs.device)
-    p_drafted = probs[:, :-1].gather(-1, draft_token_ids[..., None])[..., 0]  # [B, K]
-    q_drafted = torch.where(q.token_ids == draft_token_ids[..., None], q.probs, 0.0).sum(-1)
-    reach = [probs.new_ones(batch)]
-    for i in range(most):
-        ratio = p_drafted[:, i] / q_drafted[:, i]
-        reach.append((reach[-1] * ratio.nan_to_num(0.0)).clamp(max=1.0))
-    reaches = torch.stack(reach, dim=1)  # [B, K + 1]
-
-    p_listed = probs[:, :-1].gather(-1, q.token_ids)  # [B, K, m]: row i is after i drafts
-    overlap = torch.minimum(reaches[:, :-1, None] * p_listed, q.probs).sum(-1)
-    excess = (reaches[:, :-1] - overlap).clamp(min=0.0)  # S_i
-    total = excess + 1.0 - reaches[:, :-1]
-    inner = torch.where(total > 0, excess / total, 1.0)
-    accept = torch.nn.functional.pad(inner, (0, 1))
-    accept = torch.where(index == num_drafts[:, None], reaches, accept)
-    accept = torch.where(index > num_drafts[:, None], 0.0, accept)
-    accept[:, 0] = 1.0
-    return BlockTerms(reaches, accept)
+    return BlockTerms(*block_terms_sparse(probs, draft_token_ids, num_drafts, q.token_ids, q.probs))
 
 
 def accept_block(terms: BlockTerms, uniforms: Tensor) -> Tensor:

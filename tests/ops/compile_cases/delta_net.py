@@ -16,28 +16,30 @@ from tests.ops.cross_compile import Case
 
 MAX_ROWS = 9
 SLOTS = 2
+OBLONG = (8, 24)
+"""Unequal key and value dimensions: blocks of two shapes in one kernel."""
 
 
 def integers(count: int) -> Tensor:
     return torch.zeros(count, dtype=torch.int64)
 
 
-def storage(heads: tuple[int, int], dim: int, dtype: torch.dtype) -> DeltaState:
-    """State of (key heads, value heads) of `dim` by `dim`."""
+def storage(heads: tuple[int, int], dims: tuple[int, int], dtype: torch.dtype) -> DeltaState:
+    """State of (key heads, value heads) with (key, value) dimensions."""
     records = (2, SLOTS, MAX_ROWS)
     return DeltaState(
-        torch.empty(SLOTS, heads[1], dim, dim, dtype=dtype),
-        torch.empty(*records, heads[0], dim),
-        torch.empty(*records, heads[1], dim),
+        torch.empty(SLOTS, heads[1], dims[1], dims[0], dtype=dtype),
+        torch.empty(*records, heads[0], dims[0]),
+        torch.empty(*records, heads[1], dims[1]),
         torch.empty(*records, heads[1]),
     )
 
 
 def rule_inputs(delta: DeltaState, count: int, dtype: torch.dtype) -> RuleInputs:
-    (_, heads, dim, _), key_heads = delta.state.shape, delta.record_keys.shape[3]
+    (_, heads, value_dim, key_dim), key_heads = delta.state.shape, delta.record_keys.shape[3]
     return RuleInputs(
-        torch.empty(count, key_heads, dim),
-        torch.empty(count, heads, dim, dtype=dtype),
+        torch.empty(count, key_heads, key_dim),
+        torch.empty(count, heads, value_dim, dtype=dtype),
         torch.empty(count, heads),
         torch.empty(count, key_heads),
     )
@@ -50,9 +52,14 @@ def dtypes(capability: int) -> list[torch.dtype]:
 
 def input_cases(capability: int, dtype: torch.dtype) -> Iterator[Case]:
     pending = PendingRecords(*(integers(SLOTS) for _ in range(3)))
-    for (keys, values), dim in (((16, 32), 128), ((2, 4), 64)):
-        delta = storage((keys, values), dim, torch.float32)
-        channels, rows = 2 * keys * dim + values * dim, 4
+    for (keys, values), (key_dim, value_dim) in (
+        ((16, 32), (128, 128)),
+        ((2, 4), (64, 64)),
+        ((1, 3), OBLONG),
+    ):
+        delta = storage((keys, values), (key_dim, value_dim), torch.float32)
+        channels, rows, size = 2 * keys * key_dim + values * value_dim, 4, f"{key_dim}x{value_dim}"
+        oblong = "oblong-" if key_dim != value_dim else ""  # told apart by a name's first word
         packed = torch.empty(rows, channels + 16 + 2 * values, dtype=dtype)
         b, a = packed[:, channels + 16 :].split(values, dim=1)
         net = DeltaNetRows(packed[:, :channels], a, b)
@@ -65,41 +72,42 @@ def input_cases(capability: int, dtype: torch.dtype) -> Iterator[Case]:
             rule.key_query,
         )  # fmt: skip
         chunk = (
-            torch.empty(rows, keys, dim, dtype=dtype), torch.empty(rows, keys, dim, dtype=dtype),
-            rule.values, torch.empty(rows, values), rule.beta, None,
+            torch.empty(rows, keys, key_dim, dtype=dtype),
+            torch.empty(rows, keys, key_dim, dtype=dtype), rule.values,
+            torch.empty(rows, values), rule.beta, None,
         )  # fmt: skip
         for overlap in {False, capability >= 90}:
             yield Case(
-                f"round inputs {dtype} {dim} overlap={overlap}",
+                f"{oblong}round inputs {dtype} {size} overlap={overlap}",
                 partial(
                     launch_inputs, net, weights, ring, delta, pending, integers(2), integers(2),
                     integers(2), recorded, overlap=overlap, warmup=True,
                 ),
             )  # fmt: skip
         yield Case(
-            f"prompt inputs {dtype} {dim}",
+            f"{oblong}prompt inputs {dtype} {size}",
             partial(
                 launch_inputs, net, weights, ring, delta, None, integers(1), integers(1), None,
                 chunk, overlap=False, warmup=True,
             ),
         )  # fmt: skip
         store = partial(launch_ring_store, net.qkv, ring, integers(1), integers(1), warmup=True)
-        yield Case(f"ring store {dtype} {dim}", store)
+        yield Case(f"ring store {dtype} {size}", store)
 
 
 def portable_cases(capability: int, dtype: torch.dtype, state: torch.dtype) -> Iterator[Case]:
     pending = PendingRecords(*(integers(SLOTS) for _ in range(3)))
-    for dim in (128, 64, 16):
-        delta = storage((2, 4), dim, state)
+    for dims in ((128, 128), (64, 64), (16, 16), OBLONG):
+        delta = storage((2, 4), dims, state)
         rule = rule_inputs(delta, 4, dtype)
         yield Case(
-            f"portable rule {dtype} {state} {dim}",
+            f"{'oblong-' if dims == OBLONG else ''}portable rule {dtype} {state} {dims}",
             partial(
                 launch_rule, rule, torch.empty_like(rule.values), delta, pending, integers(2),
                 integers(2), overlap=capability >= 90, warmup=True,
             ),
         )  # fmt: skip
-    replay = storage((16, 32), 128, state)
+    replay = storage((16, 32), (128, 128), state)
     yield Case(
         f"replay {state}",
         partial(
@@ -112,7 +120,7 @@ def gluon_cases(capability: int, dtype: torch.dtype, state: torch.dtype) -> Iter
     from outrider.ops.gated_delta_rule.hopper import launch_rows
 
     pending = PendingRecords(*(integers(SLOTS) for _ in range(3)))
-    delta = storage((16, 32), 128, state)
+    delta = storage((16, 32), (128, 128), state)
     usual = state == torch.float32
     shapes = ((16, 1), (32, 2), (32, 1), (32, 4)) if usual else ((32, 2),)
     for width in (1, 4, 9) if usual else (4,):

@@ -148,50 +148,50 @@ def delta_inputs_kernel(
         o_h = i_block * HEADS + tl.arange(0, HEADS)
         o_k = tl.arange(0, BLOCK_K)
         m_h = (o_h < HK) & live
-        mask = m_h[:, None] & (o_k < K)[None, :]
+        m_key = m_h[:, None] & (o_k < K)[None, :]
         o_q = o_h[:, None] * K + o_k[None, :]
-        b_q_taps = packed_taps(p_conv, o_q, mask, PACKED)
-        b_k_taps = packed_taps(p_conv + HK * K * W, o_q, mask, PACKED)
+        b_q_taps = packed_taps(p_conv, o_q, m_key, PACKED)
+        b_k_taps = packed_taps(p_conv + HK * K * W, o_q, m_key, PACKED)
         if PDL:
             gdc_wait()
-        b_q, b_q_raw = conv_silu(p_x_row, p_ring_slot, p_conv, o_q, mask, b_q_taps, i_t, start,
+        b_q, b_q_raw = conv_silu(p_x_row, p_ring_slot, p_conv, o_q, m_key, b_q_taps, i_t, start,
                                  stride_x, C, W, RING, PACKED)  # fmt: skip
         b_k, b_k_raw = conv_silu(p_x_row + HK * K, p_ring_slot + HK * K, p_conv + HK * K * W, o_q,
-                                 mask, b_k_taps, i_t, start, stride_x, C, W, RING,
+                                 m_key, b_k_taps, i_t, start, stride_x, C, W, RING,
                                  PACKED)  # fmt: skip
         b_q, b_k = b_q.to(tl.float32), b_k.to(tl.float32)
         b_q = b_q * (tl.rsqrt(tl.sum(b_q * b_q, 1) + 1e-6) * QUERY_SCALE)[:, None]
         b_k = b_k * tl.rsqrt(tl.sum(b_k * b_k, 1) + 1e-6)[:, None]
         p_q = p_queries + row.to(tl.int64) * (HK * K) + o_q
-        tl.store(p_q, b_q.to(p_queries.dtype.element_ty), mask=mask)
+        tl.store(p_q, b_q.to(p_queries.dtype.element_ty), mask=m_key)
         p_k = p_keys + record * (HK * K) + o_q
-        tl.store(p_k, b_k.to(p_keys.dtype.element_ty), mask=mask)
+        tl.store(p_k, b_k.to(p_keys.dtype.element_ty), mask=m_key)
         if not PREFILL:
             tl.store(p_key_query + row * HK + o_h, tl.sum(b_k * b_q, 1), mask=m_h)
-            tl.store(p_ring_entry + o_q, b_q_raw, mask=mask)
-            tl.store(p_ring_entry + HK * K + o_q, b_k_raw, mask=mask)
+            tl.store(p_ring_entry + o_q, b_q_raw, mask=m_key)
+            tl.store(p_ring_entry + HK * K + o_q, b_k_raw, mask=m_key)
     else:
         o_h = (i_block - KEY_BLOCKS) * HEADS + tl.arange(0, HEADS)
         o_v = tl.arange(0, BLOCK_V)
         m_h = (o_h < HV) & live
-        mask = m_h[:, None] & (o_v < V)[None, :]
+        m_value = m_h[:, None] & (o_v < V)[None, :]
         o_value = o_h[:, None] * V + o_v[None, :]
-        b_taps = packed_taps(p_conv + 2 * HK * K * W, o_value, mask, PACKED)
+        b_taps = packed_taps(p_conv + 2 * HK * K * W, o_value, m_value, PACKED)
         b_rate = tl.exp(tl.load(p_a_log + o_h, mask=m_h, other=0.0).to(tl.float32))
         b_bias = tl.load(p_dt_bias + o_h, mask=m_h, other=0.0).to(tl.float32)
         if PDL:
             gdc_wait()
         b_v, b_raw = conv_silu(p_x_row + 2 * HK * K, p_ring_slot + 2 * HK * K,
-                               p_conv + 2 * HK * K * W, o_value, mask, b_taps, i_t, start,
+                               p_conv + 2 * HK * K * W, o_value, m_value, b_taps, i_t, start,
                                stride_x, C, W, RING, PACKED)  # fmt: skip
         b_a = tl.load(p_a + row.to(tl.int64) * stride_a + o_h, mask=m_h, other=0.0).to(tl.float32)
         b_b = tl.load(p_b + row.to(tl.int64) * stride_b + o_h, mask=m_h, other=0.0).to(tl.float32)
         b_g = -b_rate * softplus(b_a + b_bias)
-        tl.store(p_values + row.to(tl.int64) * (HV * V) + o_value, b_v, mask=mask)
+        tl.store(p_values + row.to(tl.int64) * (HV * V) + o_value, b_v, mask=m_value)
         tl.store(p_beta + row * HV + o_h, 1.0 / (1.0 + tl.exp(-b_b)), mask=m_h)
         tl.store(p_decays + record * HV + o_h, b_g if PREFILL else tl.exp(b_g), mask=m_h)
         if not PREFILL:
-            tl.store(p_ring_entry + 2 * HK * K + o_value, b_raw, mask=mask)
+            tl.store(p_ring_entry + 2 * HK * K + o_value, b_raw, mask=m_value)
 
 
 @triton.jit(do_not_specialize=["first_row"], do_not_specialize_on_alignment=["p_slot", "p_start"])

@@ -23,10 +23,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from outrider.ops.dispatch import num_multiprocessors
+from outrider.ops.linear.descriptors import can_copy, matrix_descriptor, row_stride
 from outrider.ops.linear.hopper_tiles import Product, Tile, choose_tile
 from outrider.ops.linear.segments import MAX_COUNTERS, arrival_counters, num_segments
 
@@ -69,6 +69,34 @@ def copy_columns(desc, more_desc, ring, more_ring, filled, stage, o_column, o_k,
     if more_ring is not None:
         o_more = o_column + ring.shape[1]
         copy_rows(more_desc, more_ring, filled, stage, o_more, o_k, inside)
+
+
+@gluon.jit
+def send_for_weights(
+    p_weight, stride, o_output, N, num_columns, ahead, wanted, OUTPUTS: gl.constexpr
+):
+    """Fetch into L2 up to ahead bytes of each row of a tile, num_columns at most.
+
+    It waits for nothing: it is for the time in which the ring is full and x is not there yet.
+    """
+    ROWS: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    o_row = gl.arange(0, 256, layout=ROWS)
+    num_bytes = min(ahead // 16 * 16, num_columns * 2)
+    b_bytes = gl.where(wanted & (o_row < OUTPUTS) & (o_row < N - o_output), num_bytes, 0)
+    p_rows = p_weight + (o_output + o_row).to(gl.int64) * stride
+    gl.inline_asm_elementwise(
+        """{
+        .reg .pred some;
+        setp.gt.s32 some, $2, 0;
+        @some cp.async.bulk.prefetch.L2.global [$1], $2;
+        mov.b32 $0, 0;
+        }""",
+        "=r,l,r",
+        [p_rows, b_bytes],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
 
 
 @gluon.jit
@@ -239,17 +267,20 @@ def wgmma_layout(columns, num_warps):
     )
 
 
-@gluon.jit(do_not_specialize=["num_rows"])
+@gluon.jit(do_not_specialize=["num_rows", "weight_stride", "ahead"])
 def linear_hopper_kernel(
     row_desc,  # [N or num_rows, K], box [ROWS, DEPTH]
     column_desc,  # [num_rows or N, K], box [COLUMNS, DEPTH]
     more_desc,  # the same matrix, box [MORE, DEPTH]; None where MORE is 0
+    weight_ptr,  # [N, K], rows weight_stride apart
     y_ptr,  # [num_rows, N]
     partials_ptr,  # float32 [tiles, SEGMENTS, TOKENS, OUTPUTS]
     arrivals_ptr,  # int32 [tiles], zero before and after
     num_rows,
     N,
     K,
+    weight_stride,
+    ahead,
     ROWS: gl.constexpr,  # a multiple of 64
     COLUMNS: gl.constexpr,
     MORE: gl.constexpr,  # columns besides; each of the two is a power of two
@@ -302,6 +333,11 @@ def linear_hopper_kernel(
                 column_desc, more_desc, column_ring, more_ring, filled, s, o_column, o_s, inside
             )
     gdc_launch_dependents()
+    if ahead > 0:
+        o_ahead = o_k + STAGES * DEPTH
+        num_columns = min(o_k + num_steps * DEPTH, K) - o_ahead
+        p_ahead = weight_ptr + o_ahead
+        send_for_weights(p_ahead, weight_stride, o_output, N, num_columns, ahead, i_m == 0, OUTPUTS)
     gdc_wait()
     for s in gl.static_range(STAGES):
         inside = s < num_steps
@@ -363,53 +399,6 @@ def linear_hopper_kernel(
             store_sums(b_more, y_ptr, o_token, o_output, num_rows, N, WEIGHTS_FIRST)
 
 
-class Address:
-    """What a tensor descriptor needs of a tensor, without keeping its memory alive."""
-
-    def __init__(self, data_ptr: int, dtype: torch.dtype) -> None:
-        self._data_ptr = data_ptr
-        self.dtype = dtype
-
-    def data_ptr(self) -> int:
-        return self._data_ptr
-
-
-@lru_cache(maxsize=8192)
-def matrix_descriptor(
-    data_ptr: int,
-    dtype: torch.dtype,
-    rows: int,
-    columns: int,
-    stride: int,
-    box_rows: int,
-    box_columns: int,
-) -> TensorDescriptor:
-    """Descriptor of a matrix [rows, columns], read in boxes; what lies outside reads as zero.
-
-    It is made of numbers alone, so that one for an address that has been freed does no harm and is
-    right for the next matrix of that shape there: weights always hit the cache, activations often.
-    """
-    box = [box_rows, box_columns]
-    layout = gl.NVMMASharedLayout.get_default_for(box, gl.float16)  # or any 16-bit type
-    return TensorDescriptor(Address(data_ptr, dtype), [rows, columns], [stride, 1], box, layout)
-
-
-def can_copy(matrix: Tensor) -> bool:
-    """Whether bulk tensor copies can read a matrix: 16-byte rows, contiguous within a row."""
-    stride = row_stride(matrix)
-    return (
-        matrix.stride(1) == 1
-        and stride >= matrix.shape[1]
-        and stride % 8 == 0
-        and matrix.data_ptr() % 16 == 0
-    )
-
-
-def row_stride(matrix: Tensor) -> int:
-    """Stride between rows. That of a single row means nothing and may not suit a descriptor."""
-    return matrix.stride(0) if matrix.shape[0] > 1 else matrix.shape[1]
-
-
 def fits(weight: Tensor) -> bool:
     """Whether this file has a kernel for a weight: see the table in segments.py."""
     return weight.dtype in (torch.float16, torch.bfloat16) and can_copy(weight)
@@ -420,7 +409,7 @@ class Launch:
 
     The first run goes through Triton's own lookup and keeps the compiled kernel; later ones call
     that directly, which saves more than half of the time on the host. It holds because all that
-    Triton specialises on is the same every time: N, K, the dtype, and fresh, hence aligned, memory.
+    Triton specialises on is the same every time: N, K, the dtype, and aligned memory.
     """
 
     def __init__(self, product: Product, tile: Tile) -> None:
@@ -455,7 +444,8 @@ class Launch:
         if self.partials_shape is not None:
             partials = torch.empty(self.partials_shape, dtype=torch.float32, device=x.device)
             arrivals = arrival_counters(weight)
-        return (*descriptors, y, partials, arrivals, num_rows, n, k, *self.constants)
+        sizes = (num_rows, n, k, row_stride(weight), tile.ahead)
+        return (*descriptors, weight, y, partials, arrivals, *sizes, *self.constants)
 
     def __call__(self, x: Tensor, weight: Tensor, y: Tensor) -> None:
         """Write x W^T to y, contiguous; x and weight as `can_copy` demands."""

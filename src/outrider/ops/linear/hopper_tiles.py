@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import lru_cache
 from typing import NamedTuple
 
 from outrider.ops.linear.segments import MAX_COUNTERS
@@ -35,6 +36,8 @@ class Tile(NamedTuple):
     """Whether outputs, not tokens, are the 64-row operand of wgmma."""
     spread: bool
     """Whether each segment of a tile has a program of its own."""
+    ahead: int = 0
+    """Bytes of every weight row, past the ring, sent for to L2 while the kernel in front runs."""
 
     @property
     def rows(self) -> int:
@@ -68,29 +71,51 @@ class Product(NamedTuple):
         return tiles * self.segments if spread else tiles
 
 
+MEASURED = {
+    (64, 24576): Tile(64, 192, 128, 3, 4, False, False),
+    (128, 6144): Tile(64, 128, 64, 9, 4, False, False),
+    (128, 32000): Tile(128, 256, 64, 4, 8, False, False),
+    (256, 6144): Tile(128, 128, 64, 7, 8, False, False),
+}
+"""By (rows up to, N): what was faster in a chain of layers on an H200 than what the rules say."""
+
+
+@lru_cache(maxsize=8192)
 def choose_tile(product: Product) -> Tile:
     """The tile for a product; no choice made here changes a bit.
 
     Up to 32 rows only the weight's bytes count. Above, copies from L2 and products soon take as
     long, and the tile is the one with the best estimate. bench/linear_sweep.py measures others.
     """
-    if product.num_rows <= 32:
+    num_rows, n, _, segments, num_multiprocessors = product
+    if num_rows <= 32:
         return choose_skinny_tile(product)
+    measured = MEASURED.get((1 << (num_rows - 1).bit_length(), n))
+    if measured and segments == 1 and num_multiprocessors == 132:
+        return measured
     return min(tiles(product), key=lambda tile: estimate(product, tile))
 
 
 def choose_skinny_tile(product: Product) -> Tile:
     """Up to 32 rows: 64 outputs a program, weights as the 64-row operand, segments spread.
 
-    The ring leaves room for that of the next kernel, which fills it while this one ends.
+    The ring leaves room for that of the next kernel, which fills it while this one ends. But where
+    each multiprocessor should have one program with a long way to go, the ring is so large that
+    none gets two: those that become free first would, and be last by far.
     """
-    num_rows, n, _, segments, num_multiprocessors = product
-    programs = -(-n // 64)
-    if segments == 1 and num_multiprocessors < programs <= num_multiprocessors * 3 // 2:
-        # Some multiprocessors would have two programs, and most one.
-        return fill_ring(product, 64, fitting_width(product), 128, False, False)
+    num_rows, n, k, segments, num_multiprocessors = product
     tokens = 8 if num_rows <= 8 else 16 if num_rows <= 16 else 32
-    return fill_ring(product, tokens, 64, 128, True, segments > 1, budget=HALF)
+    programs = -(-n // 64)
+    is_uneven = num_multiprocessors < programs <= num_multiprocessors * 3 // 2
+    if segments == 1 and is_uneven and tokens > 8:
+        # Some multiprocessors would have two programs, and most one. For 8 tokens or fewer that
+        # is still better than 64 rows of x, nearly all of them padding, in every step.
+        return fill_ring(product, 64, fitting_width(product), 128, False, False)
+    way = k // segments
+    is_long = way >= 6144 or (way >= 4096 and tokens > 8)
+    one_each = programs * segments <= num_multiprocessors
+    budget = SHARED_MEMORY if one_each and is_long else HALF
+    return fill_ring(product, tokens, 64, 128, True, segments > 1, budget)
 
 
 def fitting_width(product: Product) -> int:
@@ -124,7 +149,7 @@ def estimate(product: Product, tile: Tile) -> float:
 
     A multiprocessor copies 90 KB and multiplies 3.25 million pairs a microsecond, all of them
     together read 4 MB of weights. The longest of the three hides the others but for a part. A round
-    has a beginning and an end, and what is spread pays for its partial sums.
+    has a beginning and an end, and what is spread pays for the partial sums of its threads.
     """
     num_programs = product.num_programs(tile.tokens, tile.outputs, tile.spread)
     rounds = -(-num_programs // product.num_multiprocessors)
@@ -133,7 +158,7 @@ def estimate(product: Product, tile: Tile) -> float:
     products = rounds * tile.tokens * tile.outputs * k / 3.25e6
     share = min(1.0, num_programs / product.num_multiprocessors)
     weights = 2 * product.n * product.k / 4e6 / share**0.5
-    exchange = 3.0 + tile.tokens * tile.outputs / 10e3 if tile.spread else 0.0
+    exchange = 4.0 + tile.sums / 16 if tile.spread else 0.0
     return (copies**8 + products**8 + weights**8) ** (1 / 8) + rounds * (1.0 + exchange)
 
 

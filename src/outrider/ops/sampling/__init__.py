@@ -215,7 +215,8 @@ def block_terms_sparse(
         h_i = S_i / (S_i + 1 - P_i), 0 / 0 = 1;  h_i = P_i at the block's end
 
     Args:
-        probs: [B, K + 1, V] float32, contiguous: the target's distribution at each row.
+        probs: [B, K + 1, V] float32 (on a CPU float64 too), contiguous: the target's distribution
+            at each row.
         draft_token_ids: [B, K] int64.
         num_drafts: [B] int64, where each block ends.
         token_ids: [B, K, m] int64, distinct in a row where q is positive; blocks may lie any
@@ -231,8 +232,8 @@ def block_terms_sparse(
         from outrider.ops.sampling.triton import block_terms_sparse_kernel
 
         assert probs.is_contiguous() and probs.dtype == q.dtype == torch.float32, probs.dtype
-        rows_adjoin = (q.shape[2], 1)
-        assert token_ids.stride()[1:] == rows_adjoin == q.stride()[1:], q.stride()
+        assert token_ids[:1].is_contiguous() and q[:1].is_contiguous(), q.stride()
+        _check_rows(probs.shape[0], num_drafts)
         return block_terms_sparse_kernel(
             probs, draft_token_ids, num_drafts, token_ids, q, pdl=overlaps_launches(probs)
         )

@@ -1,4 +1,3 @@
-# type: ignore
 """Passes over rows of logits, cut into chunks that programs share.
 
 A row is drawn from without dividing its weights by their sum. Rows without top-k and top-p meet no
@@ -100,12 +99,14 @@ def is_kept(b_x, b_id, cut, scale, min_p):
 def arrival(b_time, p_row, o_id, num_tokens, cut, scale, min_p, LAW: tl.constexpr):
     """int64 that is smallest for the smallest time / weight and then the lowest id.
 
-    Where LAW, 1 / weight is exp((top - x) / temperature), which saves the division.
+    Where LAW, 1 / weight is exp((top - x) / temperature), which saves the division. No ratio is
+    NaN, as those of a row with a logit of +inf would be: lanes past the row's end could win.
     """
     b_x = tl.load(p_row + o_id, mask=o_id < num_tokens, other=-float("inf")).to(tl.float32)
     if LAW:
         b_ratio = b_time * tl.exp2((cut[2] - b_x) * scale)
-        b_ratio = tl.where(is_kept(b_x, o_id, cut, scale, min_p), b_ratio, float("inf"))
+        b_runs = is_kept(b_x, o_id, cut, scale, min_p) & (b_ratio == b_ratio)
+        b_ratio = tl.where(b_runs, b_ratio, float("inf"))
     else:
         b_ratio = tl.where(b_x > 0.0, b_time / b_x, float("inf"))
     return ranked(b_ratio, o_id)

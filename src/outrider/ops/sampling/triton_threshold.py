@@ -1,4 +1,3 @@
-# type: ignore
 """Which logits of a row top-k and top-p keep, found by counting: nothing is sorted.
 
     _collect   the few logits that the threshold can lie among, each chunk's side by side
