@@ -67,13 +67,13 @@ def idle_share(engine: Engine, num_rounds: int) -> tuple[float, float]:
     assert graphs is not None
     run, events = graphs.run, []
 
-    def timed(*args: Any) -> torch.Tensor:
+    def timed(*args: Any) -> Any:
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         begin.record()
-        packed = run(*args)
+        arriving = run(*args)
         end.record()
         events.append((begin, end))
-        return packed
+        return arriving
 
     graphs.run = timed  # type: ignore[method-assign]
     for _ in range(num_rounds):

@@ -183,3 +183,17 @@ def test_proposals_are_kept_and_everything_is_packed(
     )
     assert_same(expected, got, "packed")
     assert_same(table, on_device, "table")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", [(1, 4), (7, 43), (64, 643)], ids=str)
+def test_numbers_cross_the_bus_both_ways(shape: tuple[int, int]) -> None:
+    from outrider.ops.bookkeeping import transfer
+
+    numbers = torch.randint(-(2**60), 2**60, shape).pin_memory()
+    there = torch.full(shape, -1, device="cuda")
+    back = torch.full(shape, -1, dtype=torch.int64).pin_memory()
+    transfer(numbers, there)
+    transfer(there, back)
+    torch.cuda.synchronize()
+    assert torch.equal(numbers, there.cpu()) and torch.equal(numbers, back)

@@ -6,13 +6,20 @@ and from then on replayed. Both are the same kernels with the same numbers, so t
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+import gc
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import cycle
 
 import torch
 from torch import Tensor
 
+from outrider.ops.bookkeeping import transfer
 from outrider.runner.inputs import Work
+
+NUM_BUFFERS = 4
+"""Host buffers of a graph: more than there are rounds in flight, which look_ahead bounds to 3."""
 
 
 @dataclass(frozen=True)
@@ -33,19 +40,45 @@ class RoundKey:
     layout: tuple[int, ...]
 
 
+class _Buffers:
+    """Pinned host tensors of one shape, taken in turn and never given back to the allocator."""
+
+    def __init__(self, like: Tensor) -> None:
+        shape, dtype = like.shape, like.dtype
+        self._next = cycle(
+            [torch.empty(shape, dtype=dtype, pin_memory=True) for _ in range(NUM_BUFFERS)]
+        )
+
+    def take(self) -> Tensor:
+        return next(self._next)
+
+
 @dataclass
 class _Program:
     """One key's graph.
 
     Attributes:
         numbers: what the host says of the round; the graph reads it here.
-        graph: None until the key is met again.
         packed: the results, where the graph leaves them.
+        graph: None until the key is met again.
     """
 
     numbers: Tensor
-    graph: torch.cuda.CUDAGraph | None
     packed: Tensor
+    graph: torch.cuda.CUDAGraph | None = None
+    sent: _Buffers = field(init=False)
+    received: _Buffers = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.sent, self.received = _Buffers(self.numbers), _Buffers(self.packed)
+
+
+@dataclass(frozen=True)
+class Arriving:
+    """Packed results on their way to the host: there once the event has happened."""
+
+    packed: Tensor
+    event: torch.cuda.Event
 
 
 class RoundGraphs:
@@ -68,31 +101,48 @@ class RoundGraphs:
         """Graphs captured and alive."""
         return sum(program.graph is not None for program in self._programs.values())
 
-    def run(self, key: RoundKey, numbers: Tensor) -> Tensor:
-        """Run a round; returns its packed results on the device, valid until the next run.
+    def run(self, key: RoundKey, numbers: Tensor) -> Arriving:
+        """Run a round and send its packed results on their way; nothing waits.
 
         Args:
             numbers: see inputs.round_numbers, on the CPU.
         """
         if key.layout != self._layout:
             # Graphs of another layout read memory that is given back: they may never run again.
+            torch.cuda.synchronize(self._device)
             self._programs.clear()
             self._layout = key.layout
-        numbers = numbers.pin_memory()
         program = self._programs.get(key)
         if program is None:
-            own = numbers.to(self._device, non_blocking=True)
-            packed = self._run(key, own)
-            self._programs[key] = _Program(own, None, packed)
-            return packed
-        program.numbers.copy_(numbers, non_blocking=True)
-        if program.graph is None:
-            program.graph, program.packed = self._capture(key, program.numbers)
-        program.graph.replay()
-        return program.packed
+            own = numbers.to(self._device)
+            program = self._programs[key] = _Program(own, self._run(key, own))
+        else:
+            host = program.sent.take()
+            host.copy_(numbers)
+            transfer(host, program.numbers)
+            if program.graph is None:
+                program.graph, program.packed = self._capture(key, program.numbers)
+            program.graph.replay()
+        received = program.received.take()
+        transfer(program.packed, received)
+        event = torch.cuda.Event()
+        event.record()
+        return Arriving(received, event)
 
     def _capture(self, key: RoundKey, numbers: Tensor) -> tuple[torch.cuda.CUDAGraph, Tensor]:
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
+        with _without_collection(), torch.cuda.graph(graph, pool=self._pool):
             packed = self._run(key, numbers)
         return graph, packed
+
+
+@contextmanager
+def _without_collection() -> Generator[None]:
+    """Keep Python's collector from freeing something of CUDA's, which would end a capture."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from outrider.batch import FinishReason, Span, SpanResult, TokenLogprobs
 from outrider.ops.bookkeeping import NUM_COUNTS
+from outrider.runner.graphs import Arriving
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,13 @@ class PassReport:
         arrived = torch.cuda.Event()
         arrived.record()
         return cls(tuple(spans), host, layout, arrived)
+
+    @classmethod
+    def of_graph(
+        cls, spans: Sequence[Span], arriving: Arriving, layout: ResultLayout
+    ) -> PassReport:
+        """Results that a graph has sent."""
+        return cls(tuple(spans), arriving.packed, layout, arriving.event)
 
     def with_logprobs(self, logprobs: Mapping[int, tuple[TokenLogprobs, ...]]) -> PassReport:
         return dataclasses.replace(self, logprobs=logprobs) if logprobs else self

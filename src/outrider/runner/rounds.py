@@ -175,8 +175,8 @@ class Runner:
         plain = work.tier is not Tier.FULL and not any(s.effects.reports_logprobs for s in spans)
         if self._graphs is not None and plain:
             key = RoundKey(num_rows, most_rows, width, work, self.slots.layout)
-            packed = self._graphs.run(key, numbers)
-            return PassReport.begin(spans, packed, _layout(work, most_rows))
+            arriving = self._graphs.run(key, numbers)
+            return PassReport.of_graph(spans, arriving, _layout(work, most_rows))
         if numbers.device != self.options.device:
             numbers = numbers.pin_memory().to(self.options.device, non_blocking=True)
         inputs = self._inputs.rounds(numbers, most_rows)

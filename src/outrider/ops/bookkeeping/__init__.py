@@ -237,3 +237,19 @@ def store_proposal(
     else:
         store = store_proposal_reference
     return store(outcome, slots, num_drafts, draft_token_ids, proposed, table)
+
+
+def transfer(source: Tensor, target: Tensor) -> None:
+    """Copy integers between a GPU and pinned host memory, in the order of the stream.
+
+    A kernel that reaches over the bus: copying engines take longer to hand over to kernels and back
+    than these few numbers take to move. Neither tensor's memory may be given back before the copy
+    has happened, which the host allocator does not know of.
+
+    Args:
+        source, target: contiguous int64 of one shape, one on the GPU and one pinned.
+    """
+    from outrider.ops.bookkeeping.triton import transfer_kernel
+
+    assert source.shape == target.shape and source.is_contiguous() and target.is_contiguous()
+    transfer_kernel(source, target)

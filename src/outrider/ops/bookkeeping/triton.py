@@ -28,6 +28,7 @@ SYNTHETIC = tl.constexpr(int(Purpose.SYNTHETIC))
 COLUMNS = tl.constexpr(NUM_COLUMNS)
 COUNTS = tl.constexpr(NUM_COUNTS)
 TABLE_TILE = 128
+TRANSFER_TILE = 1024
 
 
 @triton.jit
@@ -457,3 +458,17 @@ def store_proposal_kernel(
         num_warps=1,
     )
     return packed
+
+
+@triton.jit(do_not_specialize=["size"])
+def _transfer(p_source, p_target, size, TILE: tl.constexpr):
+    """target = source, flat."""
+    o = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    tl.store(p_target + o, tl.load(p_source + o, mask=o < size), mask=o < size)
+
+
+def transfer_kernel(source: Tensor, target: Tensor) -> None:
+    """Copy source to target; see the public function."""
+    size = source.numel()
+    grid = (triton.cdiv(size, TRANSFER_TILE),)
+    _transfer[grid](source, target, size, TRANSFER_TILE, num_warps=4)
