@@ -244,7 +244,13 @@ def make_engine(
     if num_drafts:
         model = None if draft is None else str(draft)
         spec = SpeculativeConfig(method, model, num_drafts, draft_sampling=draft_sampling)
-    defaults = {"max_model_len": 300, "num_kv_blocks": 200, "block_size": 16, "debug_checks": True}
+    defaults = {
+        "max_model_len": 300,
+        "num_kv_blocks": 200,
+        "block_size": 16,
+        "debug_checks": True,
+        "enable_prefix_caching": False,
+    }
     config = EngineConfig(
         str(path), device="cpu", speculative_config=spec, **{**defaults, **options}
     )

@@ -47,6 +47,8 @@ class Effects:
         num_drafts_next: how many tokens to propose for the next round.
         tier: what turns the logits into tokens.
         draft_sampling: how the proposed tokens are drawn, and how this round's drafts were.
+        checkpoint: slot that the recurrent state behind the last row is copied to, for a prompt
+            chunk; None copies nothing.
         num_logprobs: alternatives to report for each emitted token; None reports nothing.
         num_prompt_logprobs: the same for the rows of a prompt chunk.
         processed_logprobs: report the processed distribution instead of the raw one.
@@ -58,6 +60,7 @@ class Effects:
     num_drafts_next: int
     tier: Tier = Tier.GREEDY
     draft_sampling: DraftSampling = DraftSampling.ARGMAX
+    checkpoint: int | None = None
     num_logprobs: int | None = None
     num_prompt_logprobs: int | None = None
     processed_logprobs: bool = False
@@ -160,6 +163,8 @@ class SlotSetup:
         length_limit: the sequence ends when it holds this many tokens.
         stop_token_ids: the sequence ends after any of these.
         seed: key of its random numbers, 64 bits.
+        cached_token_ids: the beginning of the text whose keys, values and state are cached.
+        restore_from: slot that holds the recurrent state behind it, or None.
     """
 
     slot: int
@@ -173,6 +178,8 @@ class SlotSetup:
     seed: int
     rules: LogitRules = NO_RULES
     draft_sampling: DraftSampling = DraftSampling.ARGMAX
+    cached_token_ids: tuple[int, ...] = ()
+    restore_from: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

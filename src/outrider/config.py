@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import lcm
 from typing import Literal
 
 from outrider.checks import as_tuple, check_choice, check_int, check_real, check_text, check_type
@@ -197,6 +198,12 @@ class EngineConfig:
         state_dtype: type in which the recurrent state of hybrid models is stored. With a type of 16
             bits the state is rounded after every token: half the memory and its traffic, and texts
             that are no longer those of float32.
+        enable_prefix_caching: keep keys, values and states of computed texts, for requests
+            that begin alike. The text does not depend on it.
+        num_state_checkpoints: recurrent states that are kept for that, with hybrid models, each of
+            the size of a sequence's state.
+        checkpoint_interval: tokens between two kept states of one prompt; the last place where it
+            can be shared is kept as well.
         prefill_grid: prompt chunks end at multiples of this many tokens, the prompt's end excepted.
         max_prefill_tokens: most prompt tokens computed in one step, at least prefill_grid.
         speculative_config: how to draft; None decodes plainly.
@@ -226,6 +233,9 @@ class EngineConfig:
     num_kv_blocks: int | None = None
     kv_cache_memory_gib: float | None = None
     state_dtype: StateDtypeName = "float32"
+    enable_prefix_caching: bool = True
+    num_state_checkpoints: int = 16
+    checkpoint_interval: int = 1024
     prefill_grid: int = 64
     max_prefill_tokens: int = 512
     speculative_config: SpeculativeConfig | None = None
@@ -268,6 +278,9 @@ class EngineConfig:
         check_type(error, "enforce_eager", self.enforce_eager, bool)
         check_type(error, "deterministic", self.deterministic, bool, True)
         check_type(error, "debug_checks", self.debug_checks, bool)
+        check_type(error, "enable_prefix_caching", self.enable_prefix_caching, bool)
+        check_int(error, "num_state_checkpoints", self.num_state_checkpoints, 0)
+        check_int(error, "checkpoint_interval", self.checkpoint_interval, 1)
 
     def _check_memory(self) -> None:
         share, gib = self.gpu_memory_utilization, self.kv_cache_memory_gib
@@ -287,6 +300,15 @@ class EngineConfig:
         """K: the most tokens drafted in a round; 0 without speculation."""
         spec = self.speculative_config
         return 0 if spec is None else spec.num_speculative_tokens
+
+    @property
+    def prefix_unit(self) -> int | None:
+        """Requests share text in multiples of this many tokens; None without the prefix cache.
+
+        Blocks are shared whole, and a prompt goes on from a place of the prefill grid, so that it
+        is computed with the bits of a prompt that shares nothing.
+        """
+        return lcm(self.block_size, self.prefill_grid) if self.enable_prefix_caching else None
 
     @property
     def tokenizer_source(self) -> str:

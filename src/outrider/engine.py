@@ -14,7 +14,14 @@ from outrider.batch import Batch, FinishReason
 from outrider.cache.manager import CacheManager
 from outrider.checks import check_text
 from outrider.config import EngineConfig
-from outrider.errors import CapacityError, ConfigError, RequestError
+from outrider.errors import (
+    CapacityError,
+    ConfigError,
+    DrainingError,
+    OutriderError,
+    RequestError,
+    StuckRoundError,
+)
 from outrider.models.base import CausalLM
 from outrider.models.build import DTYPES, Checkpoint, load_target
 from outrider.models.config import ModelConfig
@@ -61,6 +68,7 @@ class _Live:
 
     request_id: str
     outputs: list[_Output]
+    error: OutriderError | None = None
 
     def output(self) -> RequestOutput:
         first = self.outputs[0].builder
@@ -69,6 +77,8 @@ class _Live:
             prompt_token_ids=first.request.prompt_token_ids,
             completions=tuple(output.builder.completion for output in self.outputs),
             prompt_logprobs=first.prompt_logprobs,
+            error=self.error,
+            num_cached_tokens=self.outputs[0].sequence.num_cached,
         )
 
 
@@ -102,14 +112,26 @@ class Engine:
         size = StorageSize(
             num_blocks=plan.num_blocks + 1,
             block_size=config.block_size,
-            num_slots=config.max_num_seqs + 1,
+            num_slots=config.max_num_seqs + plan.needs.num_checkpoints + 1,
             max_rows=config.num_speculative_tokens + 1,
         )
         self.runner = self._build_runner(checkpoint, target, drafter, size)
-        self.cache = CacheManager(plan.num_blocks, config.block_size, config.max_num_seqs)
+        recurrent = plan.needs.slot_bytes > 0
+        self.cache = CacheManager(
+            plan.num_blocks,
+            config.block_size,
+            config.max_num_seqs,
+            prefix_unit=config.prefix_unit,
+            num_checkpoints=plan.needs.num_checkpoints if recurrent else None,
+        )
+        unit = config.prefix_unit or 1
         self.scheduler = Scheduler(
             SchedulerConfig(
-                config.max_prefill_tokens, config.prefill_grid, config.num_speculative_tokens
+                config.max_prefill_tokens,
+                config.prefill_grid,
+                config.num_speculative_tokens,
+                config.prefix_unit,
+                -(-config.checkpoint_interval // unit) * unit,
             ),
             self.cache,
         )
@@ -122,6 +144,7 @@ class Engine:
         self._by_sequence: dict[int, _Output] = {}
         self._num_sequences = 0
         self._in_flight: deque[Submission] = deque()
+        self._draining = False
         self._look_ahead = 0 if checkpoint.device.type == "cpu" else 1
         if config.look_ahead is not None:
             self._look_ahead = config.look_ahead
@@ -182,15 +205,57 @@ class Engine:
         the device always has something to do while the host works.
         """
         batch = self.scheduler.plan()
+        changed: dict[str, _Live] = {}
         if batch is not None and batch.spans:
             self._submit(batch)
             if len(self._in_flight) <= self._look_ahead:
                 return []
-        changed: dict[str, _Live] = {}
+        elif not self._in_flight:
+            self._fail_head(changed)
         self._commit_oldest(changed)
         while self._in_flight and not self.scheduler.has_work:  # nobody is left to plan for
             self._commit_oldest(changed)
         return self._emit(changed)
+
+    def _fail_head(self, changed: dict[str, _Live]) -> None:
+        """Nothing runs and nothing can be admitted: whoever is next would wait for ever."""
+        head = self.scheduler.head
+        if head is None:
+            return
+        cache = self.cache
+        error = CapacityError(
+            f"request {head.request.request_id} cannot be admitted to an idle engine",
+            got=f"{head.num_committed} tokens, {cache.num_blocks_for(head.num_committed)} blocks",
+            allowed=f"{cache.num_available} of {cache.blocks.size} blocks, "
+            f"{cache.slots.num_free} of {cache.slots.size} slots",
+            hint="send a shorter prompt, or raise num_kv_blocks",
+        )
+        self._fail(self._by_sequence[head.sequence_id].request, error, changed)
+
+    def _fail(self, live: _Live, error: OutriderError, changed: dict[str, _Live]) -> None:
+        """End a request with an error; it is reported by the next `_emit`."""
+        live.error = error
+        for output in live.outputs:
+            if output.sequence.status is not Status.FINISHED:
+                self.scheduler.finish(output.sequence, FinishReason.ERROR)
+            output.builder.finish_reason = output.builder.finish_reason or FinishReason.ERROR
+        changed[live.request_id] = live
+
+    def drain(self) -> list[RequestOutput]:
+        """Finish everything that was asked for and take nothing new, until `resume`.
+
+        Returns:
+            The last output of every request.
+        """
+        self._draining = True
+        outputs: list[RequestOutput] = []
+        while self.has_work:
+            outputs += [output for output in self.step() if output.finished]
+        return outputs
+
+    def resume(self) -> None:
+        """Take requests again after `drain`."""
+        self._draining = False
 
     def _submit(self, batch: Batch) -> None:
         try:
@@ -207,9 +272,26 @@ class Engine:
         submission = self._in_flight.popleft()
         try:
             self._commit(submission, changed)
+        except StuckRoundError as error:
+            self._give_up(submission, error, changed)
         except BaseException:
             self.scheduler.forget(submission.batch)
             raise
+
+    def _give_up(
+        self, submission: Submission, error: StuckRoundError, changed: dict[str, _Live]
+    ) -> None:
+        """Results did not come: fail everybody instead of waiting, and say how things stood."""
+        report = StuckRoundError(
+            f"{error}; sequences: {'; '.join(self.scheduler.describe())}",
+            hint="the device does not answer; start the engine anew",
+        )
+        logger.error("%s", report)
+        for lost in (submission, *self._in_flight):
+            self.scheduler.forget(lost.batch)
+        self._in_flight.clear()
+        for live in list(self._live.values()):
+            self._fail(live, report, changed)
 
     def _commit(self, submission: Submission, changed: dict[str, _Live]) -> None:
         results = self.runner.collect(submission)
@@ -237,7 +319,10 @@ class Engine:
 
         Raises:
             RequestError: the prompt or a parameter cannot be served; nothing is queued then.
+            DrainingError: the engine takes nothing new.
         """
+        if self._draining:
+            raise DrainingError("the engine is draining", hint="send the request to another one")
         check_text(RequestError, "request id", request_id)
         if request_id in self._live:
             raise RequestError("request id is in use", got=request_id, hint="choose another id")
@@ -335,6 +420,7 @@ def _plan(
     specs = target.cache_specs + (() if drafter is None else drafter.cache_specs)
     on_gpu = checkpoint.device.type == "cuda"
     max_rows, model = config.num_speculative_tokens + 1, checkpoint.config
+    slot_bytes = state_bytes_per_slot(specs, max_rows, DTYPES[config.state_dtype], checkpoint.dtype)
     needs = MemoryNeeds(
         weight_bytes=(
             torch.cuda.memory_allocated(checkpoint.device)
@@ -344,14 +430,13 @@ def _plan(
         workspace_bytes=(
             workspace_bytes(config, model, checkpoint.dtype.itemsize) if on_gpu else 0
         ),
-        slot_bytes=state_bytes_per_slot(
-            specs, max_rows, DTYPES[config.state_dtype], checkpoint.dtype
-        ),
+        slot_bytes=slot_bytes,
         block_bytes=kv_bytes_per_token(specs, checkpoint.dtype) * config.block_size,
         block_size=config.block_size,
         max_num_seqs=config.max_num_seqs,
         max_model_len=config.max_model_len,
         model_limit=model.max_position_embeddings,
         num_kv_blocks=config.num_kv_blocks,
+        num_checkpoints=config.num_state_checkpoints if slot_bytes and config.prefix_unit else 0,
     )
     return plan_memory(measure_budget(config, checkpoint.device), needs)

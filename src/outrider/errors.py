@@ -78,6 +78,18 @@ class CapacityError(OutriderError, RuntimeError):
     """An engine whose memory budget holds less than one sequence."""
 
 
+class DrainingError(OutriderError, RuntimeError):
+    """An engine that finishes what it has and takes nothing new."""
+
+
+class StuckRoundError(OutriderError, RuntimeError):
+    """A round whose results did not come; the message has the state of its sequences."""
+
+
+class EngineDeadError(OutriderError, RuntimeError):
+    """The engine process has ended: what was in flight is lost, and nothing new can be served."""
+
+
 def _phrase(allowed: str | Iterable[object] | None) -> str | None:
     if allowed is None or isinstance(allowed, str):
         return allowed

@@ -53,6 +53,7 @@ class RequestOutput:
         completions: n of them.
         prompt_logprobs: one entry for each prompt token but the first, where they were asked for.
         error: why the request failed; its completions are empty then.
+        num_cached_tokens: how much of the prompt the prefix cache held.
     """
 
     request_id: str
@@ -60,6 +61,7 @@ class RequestOutput:
     completions: tuple[Completion, ...]
     prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
     error: OutriderError | None = None
+    num_cached_tokens: int = 0
 
     @property
     def text(self) -> str:

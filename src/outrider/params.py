@@ -76,6 +76,7 @@ class SamplingParams:
             drawn from (a greedy request counts as temperature 1; prompt tokens see temperature,
             top_k, top_p and min_p).
         structured_output: a grammar that the output follows, or a mapping with its kind and text.
+        priority: larger ones go first, and give way last when memory is short.
         speculation: False switches drafting off for this request.
         max_draft_tokens: cap on the drafts of a round for this request; None is the engine's K.
         draft_sampling: how this request's drafts are drawn, "argmax", "coupled" (with a seed, the
@@ -105,6 +106,7 @@ class SamplingParams:
     prompt_logprobs: int | None = None
     logprobs_mode: str = "raw"
     structured_output: StructuredOutput | Mapping[str, str] | None = None
+    priority: int = 0
     speculation: bool = True
     max_draft_tokens: int | None = None
     draft_sampling: str | None = None
@@ -129,6 +131,7 @@ class SamplingParams:
         if self.draft_sampling is not None:
             check_choice(error, "draft_sampling", self.draft_sampling, list(DraftSampling))
         check_type(error, "ignore_eos", self.ignore_eos, bool)
+        check_int(error, "priority", self.priority, -(2**31), 2**31)
         check_type(error, "speculation", self.speculation, bool)
         self._normalise_stops()
 

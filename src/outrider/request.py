@@ -55,6 +55,7 @@ class Sequence:
             preemption everything committed so far.
         num_computed: positions whose keys, values and recurrent state stand.
         num_submitted: how far spans have been submitted of the prefill.
+        num_cached: tokens of the prompt that were found in the prefix cache, when it was admitted.
         proposed_token_ids: drafts waiting on the device, as of the newest result.
         in_flight: spans submitted whose results have not come yet, oldest first.
     """
@@ -68,6 +69,7 @@ class Sequence:
     num_prefill: int = 0
     num_computed: int = 0
     num_submitted: int = 0
+    num_cached: int = 0
     proposed_token_ids: tuple[int, ...] = ()
     in_flight: list[Span] = field(default_factory=list[Span])
 
@@ -101,6 +103,11 @@ class Sequence:
         """Once for a prompt; after a preemption that had output they are reported already."""
         wanted = self.request.params.prompt_logprobs is not None and self.request.output_index == 0
         return wanted and not self.output_token_ids
+
+    @property
+    def text(self) -> tuple[int, ...]:
+        """All committed tokens."""
+        return self.committed(0, self.num_committed)
 
     def committed(self, begin: int, end: int) -> tuple[int, ...]:
         """Tokens at positions begin .. end - 1 of prompt and output together."""

@@ -1,9 +1,9 @@
 """Which rows run in the next step. Pure Python: sequences, budgets and the cache in, a Batch out.
 
-Rounds of running sequences come first and all of them run. The prompt budget is spent oldest first;
-the first sequence that cannot be served ends the pass, so nobody is overtaken for ever. When a
-running sequence cannot get a block, the youngest one gives up its place and is prefilled again
-later; the law of its text does not change.
+Rounds of running sequences come first and all of them run. The prompt budget is spent in the order
+of priority and then of arrival; the first sequence that cannot be served ends the pass, so nobody
+of the same priority is overtaken. When a running sequence cannot get a block, the last one in that
+order gives up its place and is prefilled again later; the law of its text does not change.
 
 A step may be planned while the results of earlier ones are still to come. Then a sequence's length
 is known between bounds: blocks are reserved for the upper one, and the device, which knows the
@@ -12,11 +12,11 @@ truth, does what there is room for. What needs the truth on the host waits for i
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
+from bisect import insort
 from dataclasses import dataclass, replace
 
 from outrider.batch import Batch, Effects, FinishReason, SlotSetup, Span, SpanResult
-from outrider.cache.manager import CacheManager
+from outrider.cache.manager import NO_MATCH, CacheManager, Match
 from outrider.request import Sequence, Status
 from outrider.spec.policy import num_drafts_to_propose, num_drafts_to_verify
 
@@ -29,15 +29,21 @@ class SchedulerConfig:
         max_prefill_tokens: prompt rows per step.
         prefill_grid: chunks that do not end a prompt end at multiples of this position.
         num_speculative_tokens: most drafts per round, 0 without speculation.
+        prefix_unit: text is shared in multiples of this many tokens; None shares nothing.
+        checkpoint_interval: recurrent states of prompts are kept at multiples of this many tokens,
+            a multiple of prefix_unit, and at the last place where a prompt can be shared.
     """
 
     max_prefill_tokens: int
     prefill_grid: int
     num_speculative_tokens: int
+    prefix_unit: int | None = None
+    checkpoint_interval: int = 1024
 
 
-def _by_arrival(sequence: Sequence) -> int:
-    return sequence.sequence_id
+def _by_rank(sequence: Sequence) -> tuple[int, int]:
+    """Larger priorities first, then those that arrived first."""
+    return -sequence.request.params.priority, sequence.sequence_id
 
 
 class Scheduler:
@@ -48,7 +54,8 @@ class Scheduler:
         self.cache = cache
         self.num_preemptions = 0
         self._waiting: list[Sequence] = []
-        self._running: list[Sequence] = []  # oldest first
+        self._running: list[Sequence] = []  # by rank, as the waiting ones are
+        self._by_id: dict[int, Sequence] = {}  # the running ones
         self._ending: dict[int, Sequence] = {}  # ended, and still in flight
 
     @property
@@ -62,14 +69,14 @@ class Scheduler:
 
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence behind those that arrived before it."""
-        insort(self._waiting, sequence, key=_by_arrival)
+        insort(self._waiting, sequence, key=_by_rank)
 
     def finish(self, sequence: Sequence, reason: FinishReason) -> None:
         """End a sequence now; what it holds is freed once nothing of it is in flight."""
         if sequence.status is Status.WAITING:
             self._waiting.remove(sequence)
         else:
-            self._running.remove(sequence)
+            self._stop_running(sequence)
             if sequence.in_flight:
                 self._ending[sequence.sequence_id] = sequence
             else:
@@ -121,11 +128,26 @@ class Scheduler:
         sequence.proposed_token_ids = result.proposed_token_ids
         sequence.output_token_ids.extend(token_ids)
         self.cache.commit(sequence.sequence_id, advanced)
+        self._share(sequence, span)
         if finish_reason is not None:
             self.finish(sequence, finish_reason)
 
+    def _share(self, sequence: Sequence, span: Span) -> None:
+        """Publish what stands by now, where the draft has seen it too."""
+        if self._publishes(sequence):
+            self.cache.publish(sequence.sequence_id, sequence.committed)
+        if span.effects.checkpoint is not None:
+            position = span.start + span.num_rows
+            self.cache.keep_checkpoint(sequence.sequence_id, position, span.effects.checkpoint)
+
+    def _publishes(self, sequence: Sequence) -> bool:
+        if self.config.prefix_unit is None:
+            return False
+        return sequence.request.params.speculation or self.config.num_speculative_tokens == 0
+
     def discard(self, span: Span) -> None:
         """Forget what a span of an ended sequence did, and free it with its last one."""
+        self._drop_checkpoint(span)
         sequence = self._ending[span.sequence_id]
         sequence.in_flight.remove(span)
         if not sequence.in_flight:
@@ -139,7 +161,15 @@ class Scheduler:
                 self.discard(span)
             for sequence in self._running:
                 if span in sequence.in_flight:
+                    self._drop_checkpoint(span)
                     sequence.in_flight.remove(span)
+                    if span.is_prefill:
+                        sequence.num_submitted = min(sequence.num_submitted, span.start)
+                        sequence.status = Status.PREFILLING
+
+    def _drop_checkpoint(self, span: Span) -> None:
+        if span.effects.checkpoint is not None:
+            self.cache.drop_checkpoint(span.effects.checkpoint)
 
     def has_ended(self, span: Span) -> bool:
         """Whether the span's sequence ended while it was in flight."""
@@ -147,10 +177,25 @@ class Scheduler:
 
     def sequence(self, sequence_id: int) -> Sequence:
         """The running sequence of that id."""
-        place = bisect_left(self._running, sequence_id, key=_by_arrival)
-        sequence = self._running[place]
-        assert sequence.sequence_id == sequence_id, f"sequence {sequence_id} does not run"
-        return sequence
+        return self._by_id[sequence_id]
+
+    @property
+    def head(self) -> Sequence | None:
+        """Who is next to be admitted."""
+        return self._waiting[0] if self._waiting else None
+
+    def describe(self) -> list[str]:
+        """The state of every sequence, for a report."""
+        sequences = [*self._running, *self._ending.values(), *self._waiting]
+        return [
+            f"{s.request.request_id}: {s.status.value}, slot {s.slot}, {s.num_committed} tokens, "
+            f"{s.num_computed} computed, {len(s.in_flight)} spans in flight"
+            for s in sequences
+        ]
+
+    def _stop_running(self, sequence: Sequence) -> None:
+        self._running.remove(sequence)
+        del self._by_id[sequence.sequence_id]
 
     def _wanted_drafts(self, sequence: Sequence) -> int:
         params, most = sequence.request.params, self.config.num_speculative_tokens
@@ -183,9 +228,10 @@ class Scheduler:
     def _plan_rounds(self) -> tuple[Span, ...] | None:
         """None where memory is short and results in flight may still free some."""
         spans: list[Span] = []
-        for sequence in list(self._running):  # oldest first
+        before: list[tuple[int, int]] = []  # what each held, to be put back if the plan is refused
+        for sequence in list(self._running):  # first come those that give way last
             if sequence.status is not Status.DECODING:
-                continue  # still prefilling, or preempted for an older one just now
+                continue  # still prefilling, or preempted for another one just now
             limit = sequence.request.length_limit
             if sequence.num_committed_at_least >= limit:
                 continue  # what is in flight ends it
@@ -196,8 +242,11 @@ class Scheduler:
             )
             effects = self._effects(sequence, num_drafts)
             needed = self._positions_needed(sequence, num_drafts + 1, effects.num_drafts_next)
+            before.append((sequence.sequence_id, self.cache.num_blocks(sequence.sequence_id)))
             if not self.cache.reserve(sequence.sequence_id, needed):
                 if self.is_in_flight:
+                    for sequence_id, num_blocks in before:
+                        self.cache.shrink(sequence_id, num_blocks)
                     return None
                 if not self._make_room(sequence, needed):
                     continue
@@ -218,7 +267,7 @@ class Scheduler:
         return tuple(spans)
 
     def _make_room(self, sequence: Sequence, num_positions: int) -> bool:
-        """Reserve for a running sequence; younger ones give way, and at the last itself."""
+        """Reserve for a running sequence; those behind it give way, and at the last itself."""
         while not self.cache.reserve(sequence.sequence_id, num_positions):
             victim = self._running[-1]
             self._preempt(victim)
@@ -227,7 +276,7 @@ class Scheduler:
         return True
 
     def _preempt(self, sequence: Sequence) -> None:
-        self._running.remove(sequence)
+        self._stop_running(sequence)
         self.cache.release(sequence.sequence_id)
         sequence.status, sequence.slot = Status.WAITING, None
         sequence.num_computed = sequence.num_submitted = 0
@@ -242,10 +291,11 @@ class Scheduler:
         prefilling = [s for s in self._running if s.status is Status.PREFILLING]
         for sequence in prefilling + (list(self._waiting) if may_admit else []):
             if sequence.status is Status.WAITING:
-                end = self._chunk_end(0, sequence.num_committed, budget)
-                if end == 0 or not self._admit(sequence):
+                match = self._match(sequence)
+                end = self._chunk_end(match.num_tokens, sequence.num_committed, budget)
+                if end == match.num_tokens or not self._admit(sequence, match):
                     break
-                setups.append(_setup(sequence))
+                setups.append(_setup(sequence, match))
             start = sequence.num_submitted
             end = self._chunk_end(start, sequence.num_prefill, budget)
             if end == start:
@@ -256,19 +306,40 @@ class Scheduler:
 
     def _chunk_end(self, start: int, num_prefill: int, budget: int) -> int:
         """Where a chunk from `start` may end: the prompt's end, or a point of the grid."""
-        if num_prefill - start <= budget:
-            return num_prefill
+        end = min(num_prefill, self._next_checkpoint(start, num_prefill))
+        if end - start <= budget:
+            return end
         return max((start + budget) // self.config.prefill_grid * self.config.prefill_grid, start)
 
-    def _admit(self, sequence: Sequence) -> bool:
+    def _next_checkpoint(self, start: int, num_prefill: int) -> int:
+        """The first position past `start` at which the recurrent state is worth keeping."""
+        unit, interval = self.config.prefix_unit, self.config.checkpoint_interval
+        if unit is None or not self.cache.wants_checkpoints:
+            return num_prefill
+        last = (num_prefill - 1) // unit * unit  # a token must be left to compute
+        places = (last, (start // interval + 1) * interval)
+        return min((place for place in places if start < place <= last), default=num_prefill)
+
+    def _match(self, sequence: Sequence) -> Match:
+        """What of a waiting sequence's text is cached, and may be used."""
+        if self.config.prefix_unit is None or sequence.wants_prompt_logprobs:
+            return NO_MATCH
+        return self.cache.match(sequence.text)
+
+    def _admit(self, sequence: Sequence, match: Match) -> bool:
         wanted = self._wanted_drafts(sequence)
-        slot = self.cache.admit(sequence.sequence_id, self._positions_needed(sequence, 1, wanted))
+        needed = self._positions_needed(sequence, 1, wanted)
+        slot = self.cache.admit(sequence.sequence_id, needed, match)
         if slot is None:
             return False
         self._waiting.remove(sequence)
         sequence.slot, sequence.status = slot, Status.PREFILLING
         sequence.num_prefill = sequence.num_committed
-        insort(self._running, sequence, key=_by_arrival)
+        sequence.num_computed = sequence.num_submitted = match.num_tokens
+        if not sequence.output_token_ids:
+            sequence.num_cached = match.num_tokens
+        insort(self._running, sequence, key=_by_rank)
+        self._by_id[sequence.sequence_id] = sequence
         return True
 
     def _prefill_span(self, sequence: Sequence, start: int, end: int) -> Span:
@@ -277,6 +348,10 @@ class Scheduler:
         effects = self._effects(sequence, 0)
         if not ends_prompt:
             effects = replace(effects, samples=False, num_drafts_next=0)
+        is_due = end == self._next_checkpoint(start, sequence.num_prefill)
+        if is_due and not ends_prompt and self._publishes(sequence):
+            checkpoint = self.cache.take_checkpoint(sequence.sequence_id, end)
+            effects = replace(effects, checkpoint=checkpoint)
         if sequence.wants_prompt_logprobs:
             wanted = sequence.request.params.prompt_logprobs
             effects = replace(effects, num_prompt_logprobs=wanted)
@@ -292,7 +367,7 @@ class Scheduler:
         )
 
 
-def _setup(sequence: Sequence) -> SlotSetup:
+def _setup(sequence: Sequence, match: Match) -> SlotSetup:
     request, params = sequence.request, sequence.request.params
     assert sequence.slot is not None
     return SlotSetup(
@@ -307,4 +382,6 @@ def _setup(sequence: Sequence) -> SlotSetup:
         seed=request.seed,
         rules=request.rules,
         draft_sampling=request.draft_sampling,
+        cached_token_ids=sequence.committed(0, match.num_tokens),
+        restore_from=match.checkpoint,
     )

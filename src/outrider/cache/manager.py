@@ -3,36 +3,118 @@
 A sequence holds one slot and a list of blocks. `reserve` makes room for positions that a step may
 write; `commit` says how many tokens of them stand. Positions past the commit are simply written
 again later, so nothing is ever rewound.
+
+With the prefix cache, blocks that are full and committed are published, and stay when their
+sequence leaves, until somebody needs the memory. Another sequence whose text begins alike holds
+them too; nobody writes them any more. Models with recurrent state need that state as well: a
+checkpoint, a slot of its own that belongs to a node.
 """
 
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from outrider.batch import NULL_BLOCK, NULL_SLOT
 from outrider.cache.id_pool import IdPool
+from outrider.cache.prefix_tree import Node, PrefixTree
+
+
+@dataclass(frozen=True)
+class Match:
+    """What of a text is cached.
+
+    Attributes:
+        num_tokens: whole blocks of it, less than the text.
+        checkpoint: slot to take the recurrent state from; None for models without.
+    """
+
+    nodes: tuple[Node, ...]
+    num_tokens: int
+    checkpoint: int | None
+
+
+NO_MATCH = Match((), 0, None)
 
 
 @dataclass
 class _Holding:
+    """What a sequence holds.
+
+    Attributes:
+        nodes: of its first blocks, as far as they are published; a node may have the block of
+            another sequence that computed the same text.
+    """
+
     slot: int
-    block_ids: list[int] = field(default_factory=list[int])
+    block_ids: list[int]
+    nodes: list[Node] = field(default_factory=list[Node])
     num_committed: int = 0
 
 
 class CacheManager:
-    """One transaction over the block pool and the slot pool."""
+    """One transaction over blocks, slots and the prefix cache."""
 
-    def __init__(self, num_blocks: int, block_size: int, num_slots: int) -> None:
-        """num_blocks and num_slots do not count the null block and the null slot."""
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        num_slots: int,
+        *,
+        prefix_unit: int | None = None,
+        num_checkpoints: int | None = None,
+    ) -> None:
+        """
+        Args:
+            num_blocks, num_slots: the null ones not counted.
+            prefix_unit: sequences share text in multiples of this many tokens, a multiple of
+                block_size; None caches nothing.
+            num_checkpoints: slots for recurrent states, behind the sequences' own; None for models
+                that have none.
+        """
         self.block_size = block_size
         self.blocks = IdPool("block", num_blocks, NULL_BLOCK + 1)
         self.slots = IdPool("slot", num_slots, NULL_SLOT + 1)
+        first_checkpoint = NULL_SLOT + 1 + num_slots
+        self.checkpoints = IdPool("checkpoint", num_checkpoints or 0, first_checkpoint)
+        self._needs_checkpoint = num_checkpoints is not None
+        self._prefix_unit = prefix_unit
+        self._tree = PrefixTree(block_size)
+        # Nodes with a checkpoint, the one that was used longest ago first.
+        self._checkpointed: dict[Node, None] = {}
         self._holdings: dict[int, _Holding] = {}
 
     def num_blocks_for(self, num_positions: int) -> int:
         return -(-num_positions // self.block_size)
 
-    def admit(self, sequence_id: int, num_positions: int) -> int | None:
+    @property
+    def num_available(self) -> int:
+        """Blocks that can be had: free, or cached and unused."""
+        return self.blocks.num_free + self._tree.num_unused
+
+    @property
+    def wants_checkpoints(self) -> bool:
+        """Whether text can only be shared where the recurrent state was kept."""
+        return self._prefix_unit is not None and self._needs_checkpoint
+
+    def match(self, token_ids: Sequence[int]) -> Match:
+        """The longest cached beginning of a text that leaves a token to compute."""
+        if self._prefix_unit is None:
+            return NO_MATCH
+        path = self._tree.match(token_ids)
+        step = self._prefix_unit // self.block_size
+        for length in range(len(path) // step * step, 0, -step):
+            checkpoint = path[length - 1].checkpoint
+            # Every inner node is followed by a token that matched; `match` saw to the last one.
+            if checkpoint is not None or not self._needs_checkpoint:
+                return Match(tuple(path[:length]), length * self.block_size, checkpoint)
+        return NO_MATCH
+
+    def admit(self, sequence_id: int, num_positions: int, match: Match = NO_MATCH) -> int | None:
         """Give the sequence a slot and blocks for its first positions; None, and no trace, if not.
+
+        Args:
+            match: what it reads from the cache, as `match` answered just now.
 
         Returns:
             The slot, held until `release`.
@@ -40,12 +122,21 @@ class CacheManager:
         assert sequence_id not in self._holdings, f"sequence {sequence_id} is admitted already"
         if self.slots.num_free == 0:
             return None
-        block_ids = self.blocks.take(self.num_blocks_for(num_positions))
+        for node in match.nodes:
+            self._tree.use(node)
+        block_ids = self._take(self.num_blocks_for(num_positions) - len(match.nodes))
         if block_ids is None:
+            for node in reversed(match.nodes):
+                self._tree.leave(node)
             return None
+        if match.checkpoint is not None:
+            self._touch(match.nodes[-1])
         slots = self.slots.take(1)
         assert slots is not None
-        self._holdings[sequence_id] = _Holding(slots[0], block_ids)
+        shared = [node.block_id for node in match.nodes]
+        self._holdings[sequence_id] = _Holding(
+            slots[0], shared + block_ids, list(match.nodes), match.num_tokens
+        )
         return slots[0]
 
     def reserve(self, sequence_id: int, num_positions: int) -> bool:
@@ -54,11 +145,22 @@ class CacheManager:
         missing = self.num_blocks_for(num_positions) - len(holding.block_ids)
         if missing <= 0:
             return True
-        block_ids = self.blocks.take(missing)
+        block_ids = self._take(missing)
         if block_ids is None:
             return False
         holding.block_ids.extend(block_ids)
         return True
+
+    def num_blocks(self, sequence_id: int) -> int:
+        """Blocks that the sequence holds."""
+        return len(self._holdings[sequence_id].block_ids)
+
+    def shrink(self, sequence_id: int, num_blocks: int) -> None:
+        """Give back what `reserve` added since the sequence held num_blocks."""
+        holding = self._holdings[sequence_id]
+        assert num_blocks >= len(holding.nodes), "published blocks are not given back"
+        self.blocks.give_back(holding.block_ids[num_blocks:])
+        del holding.block_ids[num_blocks:]
 
     def commit(self, sequence_id: int, num_tokens: int) -> None:
         """num_tokens more positions stand; they were reserved before."""
@@ -67,27 +169,119 @@ class CacheManager:
         capacity = len(holding.block_ids) * self.block_size
         assert holding.num_committed <= capacity, "committed past what was reserved"
 
+    def publish(self, sequence_id: int, text: Callable[[int, int], tuple[int, ...]]) -> None:
+        """Let others read the blocks that are full by now.
+
+        Args:
+            text: tokens begin .. end - 1 of the sequence, of which there is one more than is
+                committed here, or more.
+        """
+        if self._prefix_unit is None:
+            return
+        holding, size = self._holdings[sequence_id], self.block_size
+        for index in range(len(holding.nodes), holding.num_committed // size):
+            parent = holding.nodes[-1] if holding.nodes else None
+            *block, next_token_id = text(index * size, (index + 1) * size + 1)
+            node = self._tree.insert(parent, tuple(block), holding.block_ids[index], next_token_id)
+            self._tree.use(node)
+            holding.nodes.append(node)
+
+    def take_checkpoint(self, sequence_id: int, position: int) -> int | None:
+        """A slot for the sequence's state at `position`; None where there is one already, or none.
+
+        It belongs to the caller until `keep_checkpoint` or `drop_checkpoint`. The oldest kept one
+        gives way.
+        """
+        holding, index = self._holdings[sequence_id], position // self.block_size - 1
+        if index < len(holding.nodes) and holding.nodes[index].checkpoint is not None:
+            return None
+        if self.checkpoints.num_free == 0 and self._checkpointed:
+            self._give_back_checkpoint(next(iter(self._checkpointed)))
+        taken = self.checkpoints.take(1)
+        return None if taken is None else taken[0]
+
+    def keep_checkpoint(self, sequence_id: int, position: int, slot: int) -> None:
+        """The slot holds the state behind the published text up to `position`."""
+        holding, index = self._holdings[sequence_id], position // self.block_size - 1
+        if index >= len(holding.nodes) or holding.nodes[index].checkpoint is not None:
+            self.checkpoints.give_back([slot])
+            return
+        holding.nodes[index].checkpoint = slot
+        self._checkpointed[holding.nodes[index]] = None
+
+    def drop_checkpoint(self, slot: int) -> None:
+        """A slot that was taken is not needed after all."""
+        self.checkpoints.give_back([slot])
+
     def block_ids(self, sequence_id: int) -> tuple[int, ...]:
         """Blocks in order of position; a copy."""
         return tuple(self._holdings[sequence_id].block_ids)
 
     def release(self, sequence_id: int) -> None:
-        """Return everything the sequence holds."""
+        """Return everything the sequence holds; what is published stays as long as it can."""
         holding = self._holdings.pop(sequence_id)
-        self.blocks.give_back(holding.block_ids)
+        for index in reversed(range(len(holding.block_ids))):
+            if index < len(holding.nodes):
+                self._tree.leave(holding.nodes[index])
+                if holding.nodes[index].block_id == holding.block_ids[index]:
+                    continue
+            self.blocks.give_back([holding.block_ids[index]])
         self.slots.give_back([holding.slot])
+
+    def clear(self) -> None:
+        """Forget everything that is cached and unused."""
+        while self._tree.num_unused:
+            self._evict()
 
     @property
     def is_idle(self) -> bool:
         """Nobody holds anything."""
         return not self._holdings
 
+    def _take(self, count: int) -> list[int] | None:
+        if count > self.num_available:
+            return None
+        while self.blocks.num_free < count:
+            self._evict()
+        return self.blocks.take(count)
+
+    def _evict(self) -> None:
+        node = self._tree.evict()
+        self.blocks.give_back([node.block_id])
+        if node.checkpoint is not None:
+            self._give_back_checkpoint(node)
+
+    def _give_back_checkpoint(self, node: Node) -> None:
+        assert node.checkpoint is not None, "a node without a checkpoint"
+        self.checkpoints.give_back([node.checkpoint])
+        node.checkpoint = None
+        del self._checkpointed[node]
+
+    def _touch(self, node: Node) -> None:
+        del self._checkpointed[node]
+        self._checkpointed[node] = None
+
     def check_integrity(self) -> None:
-        """Raise AssertionError unless pools and holdings agree."""
-        self.blocks.check_integrity()
-        self.slots.check_integrity()
-        held = [block for holding in self._holdings.values() for block in holding.block_ids]
-        assert len(held) == len(set(held)) == self.blocks.size - self.blocks.num_free, held
+        """Raise AssertionError unless pools, tree and holdings agree."""
+        for pool in (self.blocks, self.slots, self.checkpoints):
+            pool.check_integrity()
+        self._tree.check_integrity()
+        nodes = self._tree.nodes()
+        cached = {node.block_id for node in nodes}
+        private = [
+            block
+            for holding in self._holdings.values()
+            for block in holding.block_ids
+            if block not in cached
+        ]
+        taken = self.blocks.size - self.blocks.num_free
+        assert len(private) == len(set(private)), "a block has two owners"
+        assert len(private) + len(cached) == taken, "a block is lost"
+        for node in nodes:
+            users = sum(node in holding.nodes for holding in self._holdings.values())
+            assert node.num_users == users, "users of a cached block"
         held_slots = [holding.slot for holding in self._holdings.values()]
-        taken = self.slots.size - self.slots.num_free
-        assert len(held_slots) == len(set(held_slots)) == taken, held_slots
+        taken_slots = self.slots.size - self.slots.num_free
+        assert len(held_slots) == len(set(held_slots)) == taken_slots, held_slots
+        kept = [node.checkpoint for node in nodes if node.checkpoint is not None]
+        assert len(kept) == len(set(kept)) == len(self._checkpointed), "checkpoints"

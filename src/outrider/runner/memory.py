@@ -71,6 +71,7 @@ class MemoryNeeds:
         block_bytes: of one block of KV, in all layers.
         block_size: tokens in a block.
         max_num_seqs: sequences that run at once.
+        num_checkpoints: states that the prefix cache keeps.
         max_model_len: most tokens of a sequence as the user wants it; None is what fits.
         model_limit: most tokens that the checkpoint knows.
         num_kv_blocks: blocks as the user wants them; None is what fits.
@@ -85,11 +86,12 @@ class MemoryNeeds:
     max_model_len: int | None
     model_limit: int
     num_kv_blocks: int | None = None
+    num_checkpoints: int = 0
 
     @property
     def state_bytes(self) -> int:
-        """Recurrent state of all slots, the null slot included."""
-        return self.slot_bytes * (self.max_num_seqs + 1)
+        """Recurrent state of all slots, the null slot and checkpoints included."""
+        return self.slot_bytes * (self.max_num_seqs + self.num_checkpoints + 1)
 
     @property
     def shortest(self) -> int:
@@ -124,6 +126,8 @@ class MemoryPlan:
         """The plan for a reader, one line for each thing that takes memory."""
         needs, device = self.needs, self.budget.device
         state = f"{needs.max_num_seqs} sequences, {needs.slot_bytes / MIB:.2f} MiB each"
+        if needs.num_checkpoints and needs.slot_bytes:
+            state = f"{needs.num_checkpoints} checkpoints and {state}"
         kv = (
             f"{self.num_blocks} blocks of {needs.block_size} tokens, "
             f"{needs.block_bytes / MIB:.2f} MiB each"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -10,8 +11,14 @@ import torch
 from torch import Tensor
 
 from outrider.batch import FinishReason, Span, SpanResult, TokenLogprobs
+from outrider.errors import StuckRoundError
 from outrider.ops.bookkeeping import NUM_COUNTS
 from outrider.runner.graphs import Arriving
+
+LONGEST_WAIT = 120.0
+"""Seconds after which a round counts as stuck; the first one compiles kernels before it runs."""
+
+POLL_SECONDS = 20e-6
 
 
 @dataclass(frozen=True)
@@ -63,13 +70,25 @@ class PassReport:
 
     def results(self) -> dict[int, SpanResult]:
         """By sequence id; waits for the copy."""
-        if self.arrived is not None:
-            self.arrived.synchronize()
+        self._wait()
         rows: list[list[int]] = self.packed.tolist()
         return {
             span.sequence_id: self._result(span, row)
             for span, row in zip(self.spans, rows, strict=False)  # the rest is padding
         }
+
+    def _wait(self) -> None:
+        """Until the copy has arrived, but not for ever."""
+        if self.arrived is None:
+            return
+        deadline = time.monotonic() + LONGEST_WAIT
+        while not self.arrived.query():
+            if time.monotonic() > deadline:
+                raise StuckRoundError(
+                    f"the results of a round did not come within {LONGEST_WAIT} s",
+                    got=[span.sequence_id for span in self.spans],
+                )
+            time.sleep(POLL_SECONDS)
 
     def _result(self, span: Span, row: list[int]) -> SpanResult:
         num_accepted, num_emitted, stopped, at_limit, num_drafts, num_proposed = row[:NUM_COUNTS]

@@ -17,8 +17,8 @@ from outrider.runner.graphs import RoundGraphs, RoundKey
 from outrider.runner.inputs import InputBuilder, PassInputs, Work, round_numbers
 from outrider.runner.logprobs import emitted_logprobs, prompt_logprobs
 from outrider.runner.results import PassReport, ResultLayout
-from outrider.runner.slots import SlotTable
-from outrider.runner.storage import StorageSize, allocate_caches
+from outrider.runner.slots import SlotTable, to_device
+from outrider.runner.storage import StorageSize, allocate_caches, copy_states
 from outrider.spec.base import Drafter, Frontier
 from outrider.spec.choose import DraftChooser, Proposal
 from outrider.spec.names import DraftSampling
@@ -112,6 +112,9 @@ class Runner:
         """
         for setup in batch.setups:
             self.slots.set_up(setup)
+        self._copy_states(
+            [(s.restore_from, s.slot) for s in batch.setups if s.restore_from is not None]
+        )
         reports: list[PassReport] = []
         prompts: dict[int, tuple[TokenLogprobs, ...]] = {}
         if batch.prefill:
@@ -125,9 +128,25 @@ class Runner:
             else:
                 assert inputs.next_token_ids is not None, "a prompt chunk"
                 self._feed(inputs, work, output, inputs.next_token_ids)
+            self._copy_states(
+                [
+                    (span.slot, span.effects.checkpoint)
+                    for span in batch.prefill
+                    if span.effects.checkpoint is not None
+                ]
+            )
         if batch.rounds:
             reports.append(self._round(batch.rounds, masks or {}))
         return Submission(batch, tuple(reports), prompts)
+
+    def _copy_states(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Recurrent states from one slot to another, for each (source, target)."""
+        if pairs:
+            device = self.options.device
+            sources, targets = (
+                to_device(ids, torch.int64, device) for ids in zip(*pairs, strict=True)
+            )
+            copy_states(self.target_caches, sources, targets)
 
     def collect(self, submission: Submission) -> list[SpanResult]:
         """Wait for a batch; one result for each of its spans, in the order of batch.spans."""

@@ -106,6 +106,9 @@ class SlotTable:
         """Make a slot ready for a new sequence; nothing of its last one remains visible."""
         slot = setup.slot
         self.num_committed[slot] = setup.num_committed
+        if setup.cached_token_ids:
+            cached = to_device(setup.cached_token_ids, torch.int32, self.token_ids.device)
+            self.token_ids[slot, : len(cached)] = cached
         self.draft_token_ids[slot] = 0
         self.num_proposed[slot] = 0
         self.length_limits[slot] = setup.length_limit

@@ -107,3 +107,15 @@ def _allocate_delta(
             record_decays=floats(*records, spec.num_value_heads),
         ),
     )
+
+
+def copy_states(caches: Iterable[LayerCache], sources: torch.Tensor, targets: torch.Tensor) -> None:
+    """Copy what recurrent layers hold of the slots `sources` [N] to `targets` [N].
+
+    Records are left out: nothing may be pending for the sources. The convolution's ring is indexed
+    by position, so it stands for the same position in its new place.
+    """
+    for cache in caches:
+        if isinstance(cache, DeltaCache):
+            for tensor in (cache.delta.state, cache.conv_ring):
+                tensor.index_copy_(0, targets, tensor.index_select(0, sources))

@@ -1,0 +1,114 @@
+"""Which blocks of keys and values hold which text, so that another sequence may read them.
+
+A node is one full block behind the blocks of its parents: its tokens are compared one by one (the
+keys of `children` are the tokens themselves, so a hash is never taken for identity). The draft's
+keys and values of a block's last position were made with the token behind the block, so a node
+remembers that token, and a text that goes on otherwise cannot use the node as its last one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+
+@dataclass(eq=False)
+class Node:
+    """A cached block.
+
+    Attributes:
+        next_token_id: the token behind the block when it was computed.
+        num_users: sequences whose text runs through the node. All of a node's ancestors have at
+            least as many.
+        checkpoint: slot that holds the recurrent state at the block's end, or None.
+    """
+
+    block_id: int
+    token_ids: tuple[int, ...]
+    next_token_id: int
+    parent: Node | None
+    children: dict[tuple[int, ...], Node] = field(default_factory=dict["tuple[int, ...]", "Node"])
+    num_users: int = 0
+    checkpoint: int | None = None
+
+
+class PrefixTree:
+    """All cached blocks. Knows no pools: what is evicted is returned."""
+
+    def __init__(self, block_size: int) -> None:
+        self._block_size = block_size
+        self._roots: dict[tuple[int, ...], Node] = {}
+        # In the order in which they were last used, oldest first.
+        self._unused: dict[Node, None] = {}
+
+    @property
+    def num_unused(self) -> int:
+        """Nodes that nobody uses; all of them can be evicted."""
+        return len(self._unused)
+
+    def match(self, token_ids: Sequence[int]) -> list[Node]:
+        """The longest path of nodes whose text begins `token_ids` and is followed by one more.
+
+        Does not modify anything.
+        """
+        size = self._block_size
+        path: list[Node] = []
+        children = self._roots
+        while (len(path) + 1) * size < len(token_ids):
+            block = tuple(token_ids[len(path) * size : (len(path) + 1) * size])
+            node = children.get(block)
+            if node is None:
+                break
+            path.append(node)
+            children = node.children
+        if path and path[-1].next_token_id != token_ids[len(path) * size]:
+            path.pop()  # the one before it is followed by a token that matched
+        return path
+
+    def insert(
+        self, parent: Node | None, token_ids: tuple[int, ...], block_id: int, next_token_id: int
+    ) -> Node:
+        """The node of a block behind `parent`: a new one, or one that holds the same text."""
+        children = self._roots if parent is None else parent.children
+        node = children.get(token_ids)
+        if node is None:
+            node = children[token_ids] = Node(block_id, token_ids, next_token_id, parent)
+            self._unused[node] = None
+        return node
+
+    def use(self, node: Node) -> None:
+        """A sequence runs through the node."""
+        node.num_users += 1
+        self._unused.pop(node, None)
+
+    def leave(self, node: Node) -> None:
+        """A sequence runs through it no longer; leave a path from its end to its beginning."""
+        assert node.num_users > 0, "left more often than used"
+        node.num_users -= 1
+        if node.num_users == 0:
+            self._unused[node] = None
+
+    def evict(self) -> Node:
+        """Take out the unused node that was used longest ago, of those that nothing hangs on."""
+        node = next(node for node in self._unused if not node.children)
+        del self._unused[node]
+        siblings = self._roots if node.parent is None else node.parent.children
+        del siblings[node.token_ids]
+        return node
+
+    def nodes(self) -> list[Node]:
+        """Every node, parents before children."""
+        found = list(self._roots.values())
+        for node in found:
+            found.extend(node.children.values())
+        return found
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError unless counts and paths agree."""
+        nodes = self.nodes()
+        assert set(self._unused) == {node for node in nodes if node.num_users == 0}
+        for node in nodes:
+            assert node.num_users >= sum(child.num_users for child in node.children.values())
+            assert len(node.token_ids) == self._block_size
+        blocks = [node.block_id for node in nodes]
+        assert len(blocks) == len(set(blocks)), "a block is cached twice"

@@ -1,0 +1,156 @@
+"""What the engine does when somebody matters more, when it drains, and when something is stuck."""
+
+from __future__ import annotations
+
+import pytest
+
+from outrider.engine import Engine
+from outrider.errors import CapacityError, DrainingError, StuckRoundError
+from outrider.output import RequestOutput
+from outrider.params import SamplingParams
+from outrider.runner.rounds import Submission
+from tests.harness import make_engine, random_tokens, run_requests, tokens_of
+from tests.trained import trained_folder
+
+PROMPTS = [random_tokens(20, 4096, seed) for seed in range(4)]
+
+
+def engine_for(num_drafts: int = 3, **options: object) -> Engine:
+    return make_engine(trained_folder("tiny-qwen3.5"), num_drafts, dtype="float32", **options)
+
+
+def wish(**options: object) -> SamplingParams:
+    return SamplingParams(**{"max_tokens": 12, "temperature": 0, "ignore_eos": True, **options})  # type: ignore[arg-type]
+
+
+def run_out(engine: Engine) -> dict[str, RequestOutput]:
+    outputs: dict[str, RequestOutput] = {}
+    for _ in range(500):
+        for output in engine.step():
+            outputs[output.request_id] = output
+        if not engine.has_work:
+            return outputs
+    raise AssertionError("does not come to an end")
+
+
+def test_larger_priorities_are_admitted_first_and_equal_ones_in_their_order() -> None:
+    engine = engine_for(max_num_seqs=1)
+    finished: list[str] = []
+    for name, priority in (("a", 0), ("b", 5), ("c", 0), ("d", 5), ("e", -1)):
+        engine.add_request(name, PROMPTS[0], wish(priority=priority))
+    while engine.has_work:
+        finished += [output.request_id for output in engine.step() if output.finished]
+    assert finished == ["b", "d", "a", "c", "e"]
+
+
+def test_memory_is_taken_from_the_smallest_priority_and_then_from_the_youngest() -> None:
+    expected = tokens_of(run_requests(engine_for(), PROMPTS, wish(max_tokens=60)))
+    engine = engine_for(num_kv_blocks=13, max_model_len=100, max_num_seqs=4)
+    gave_way: list[str] = []
+    preempt = engine.scheduler._preempt
+
+    def watched(sequence: object) -> None:
+        gave_way.append(sequence.request.request_id)  # type: ignore[attr-defined]
+        preempt(sequence)  # type: ignore[arg-type]
+
+    engine.scheduler._preempt = watched  # type: ignore[method-assign, assignment]
+    for index, priority in enumerate((0, 3, 0, 3)):
+        engine.add_request(str(index), PROMPTS[index], wish(priority=priority, max_tokens=60))
+    outputs = run_out(engine)
+    assert [outputs[str(index)].token_ids for index in range(4)] == expected
+    assert gave_way and gave_way[0] == "2" and "1" not in gave_way
+
+
+def test_draining_finishes_what_runs_and_refuses_what_is_new() -> None:
+    engine = engine_for(look_ahead=1)
+    for index in range(3):
+        engine.add_request(str(index), PROMPTS[index], wish())
+    engine.step()
+    outputs = engine.drain()
+    assert sorted(output.request_id for output in outputs) == ["0", "1", "2"]
+    assert all(len(output.token_ids) == 12 for output in outputs)
+    assert engine.cache.is_idle and not engine.has_work
+    with pytest.raises(DrainingError, match="draining"):
+        engine.add_request("late", PROMPTS[3], wish())
+    engine.resume()
+    engine.add_request("late", PROMPTS[3], wish())
+    assert run_out(engine)["late"].finished
+
+
+def test_who_can_never_be_admitted_fails_with_numbers_and_the_others_go_on() -> None:
+    engine = engine_for(max_num_seqs=2)
+    expected = tokens_of(run_requests(engine, [PROMPTS[1]], wish()))
+    admit = engine.cache.admit
+
+    def never_the_first(sequence_id: int, *others: object) -> int | None:
+        return None if sequence_id == 1 else admit(sequence_id, *others)  # type: ignore[arg-type]
+
+    engine.cache.admit = never_the_first  # type: ignore[method-assign, assignment]
+    engine.add_request("stuck", PROMPTS[0], wish())
+    engine.add_request("fine", PROMPTS[1], wish())
+    outputs = run_out(engine)
+    error = outputs["stuck"].error
+    assert isinstance(error, CapacityError)
+    assert "20 tokens, 2 blocks" in str(error) and "200 of 200 blocks" in str(error)
+    assert outputs["fine"].token_ids == expected[0] and outputs["fine"].error is None
+    assert engine.cache.is_idle
+
+
+def test_a_round_that_never_returns_fails_everybody_with_a_report() -> None:
+    engine = engine_for(look_ahead=1)
+    for index in range(3):
+        engine.add_request(str(index), PROMPTS[index], wish())
+    for _ in range(3):
+        engine.step()
+    collect = engine.runner.collect
+
+    def stuck(submission: Submission) -> object:
+        raise StuckRoundError("the results of a round did not come")
+
+    engine.runner.collect = stuck  # type: ignore[method-assign, assignment]
+    outputs = {output.request_id: output for output in engine.step()}
+    assert sorted(outputs) == ["0", "1", "2"]
+    for output in outputs.values():
+        assert isinstance(output.error, StuckRoundError) and output.finished
+        assert "1: decoding, slot" in str(output.error)
+    assert engine.cache.is_idle and not engine.has_work
+    engine.cache.check_integrity()
+    engine.runner.collect = collect  # type: ignore[method-assign]
+    engine.add_request("after", PROMPTS[0], wish())
+    assert run_out(engine)["after"].error is None
+
+
+def test_a_refused_plan_leaves_no_trace_in_the_pools() -> None:
+    engine = engine_for(num_kv_blocks=9, max_model_len=100, max_num_seqs=4, look_ahead=1)
+    for index in range(4):
+        engine.add_request(str(index), PROMPTS[index], wish(max_tokens=50))
+    refused = 0
+    for _ in range(400):
+        held = {i: engine.cache.block_ids(i) for i in engine.cache._holdings}
+        free = engine.cache.blocks.num_free
+        plan = engine.scheduler.plan
+        batch = plan()
+        if batch is None:
+            refused += 1
+            assert engine.cache.blocks.num_free == free
+            assert held == {i: engine.cache.block_ids(i) for i in engine.cache._holdings}
+        engine.scheduler.plan = lambda batch=batch: batch  # type: ignore[method-assign, misc]
+        engine.step()
+        engine.scheduler.plan = plan  # type: ignore[method-assign]
+        if not engine.has_work:
+            break
+    assert refused > 0 and engine.cache.is_idle
+
+
+def test_a_long_prompt_does_not_hold_up_the_rounds_of_others() -> None:
+    engine = engine_for(max_model_len=3000, num_kv_blocks=400, max_prefill_tokens=128)
+    engine.add_request("short", PROMPTS[0], wish(max_tokens=60))
+    while not engine.step():
+        pass
+    engine.add_request("long", random_tokens(2500, 4096, 9), wish(max_tokens=2))
+    for _ in range(15):  # a chunk of the long prompt and a round of the short one in every step
+        [output] = engine.step()
+        assert output.request_id == "short"
+        if output.finished:
+            break
+    assert len(output.token_ids) > 15
