@@ -37,6 +37,19 @@ class Tier(IntEnum):
 
 
 @dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A recurrent state to be kept in a slot of its own.
+
+    Attributes:
+        position: the state behind this many tokens. A prompt chunk ends there. A round keeps it
+            before it runs its rows, if the tokens committed by then reach it, and says whether.
+    """
+
+    position: int
+    slot: int
+
+
+@dataclass(frozen=True, slots=True)
 class Effects:
     """What a span's rows do.
 
@@ -47,8 +60,7 @@ class Effects:
         num_drafts_next: how many tokens to propose for the next round.
         tier: what turns the logits into tokens.
         draft_sampling: how the proposed tokens are drawn, and how this round's drafts were.
-        checkpoint: slot that the recurrent state behind the last row is copied to, for a prompt
-            chunk; None copies nothing.
+        checkpoint: where a recurrent state is kept; None keeps none.
         num_logprobs: alternatives to report for each emitted token; None reports nothing.
         num_prompt_logprobs: the same for the rows of a prompt chunk.
         processed_logprobs: report the processed distribution instead of the raw one.
@@ -60,7 +72,7 @@ class Effects:
     num_drafts_next: int
     tier: Tier = Tier.GREEDY
     draft_sampling: DraftSampling = DraftSampling.ARGMAX
-    checkpoint: int | None = None
+    checkpoint: Checkpoint | None = None
     num_logprobs: int | None = None
     num_prompt_logprobs: int | None = None
     processed_logprobs: bool = False
@@ -205,6 +217,7 @@ class SpanResult:
         draft_token_ids: the drafts that were verified.
         num_accepted: how many of them the verification rule kept, before trimming.
         proposed_token_ids: drafts that wait on the device for the next round.
+        checkpoint_kept: the span's checkpoint holds the state that was asked for.
         logprobs: one entry for each of token_ids, where they were asked for.
         prompt_logprobs: one entry for each row of a prompt chunk, about the token after it; one
             fewer where the chunk ends the prompt.
@@ -216,6 +229,7 @@ class SpanResult:
     draft_token_ids: tuple[int, ...] = ()
     num_accepted: int = 0
     proposed_token_ids: tuple[int, ...] = ()
+    checkpoint_kept: bool = False
     logprobs: tuple[TokenLogprobs, ...] = ()
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from outrider.admission import AdmissionRules
-from outrider.batch import Batch, FinishReason
+from outrider.batch import Batch, FinishReason, SpanResult
 from outrider.cache.manager import CacheManager
 from outrider.checks import check_text
 from outrider.config import EngineConfig
@@ -26,7 +26,7 @@ from outrider.models.base import CausalLM
 from outrider.models.build import DTYPES, Checkpoint, load_target
 from outrider.models.config import ModelConfig
 from outrider.models.files import resolve_checkpoint
-from outrider.ops.dispatch import capability
+from outrider.ops.dispatch import capability, kernels_are_on
 from outrider.ops.linear.segments import is_invariant
 from outrider.output import OutputBuilder, RequestOutput
 from outrider.params import SamplingParams
@@ -168,7 +168,11 @@ class Engine:
             draft_top_m=1 if spec is None else spec.draft_top_m,
             synthetic_rates=None if spec is None else spec.synthetic_rates,
             state_dtype=DTYPES[self.config.state_dtype],
-            use_graphs=checkpoint.device.type == "cuda" and not self.config.enforce_eager,
+            use_graphs=(
+                checkpoint.device.type == "cuda"
+                and kernels_are_on()
+                and not self.config.enforce_eager
+            ),
         )
         try:
             return Runner(target, drafter, options)
@@ -260,8 +264,8 @@ class Engine:
     def _submit(self, batch: Batch) -> None:
         try:
             submission = self.runner.submit(batch, self._masks(batch))
-        except BaseException:  # an interrupt, too, must leave nothing in flight that never returns
-            self.scheduler.forget(batch)
+        except BaseException:  # an interrupt, too
+            self._recover(batch)
             raise
         self._in_flight.append(submission)
 
@@ -271,12 +275,21 @@ class Engine:
             return
         submission = self._in_flight.popleft()
         try:
-            self._commit(submission, changed)
+            results = self.runner.collect(submission)
         except StuckRoundError as error:
             self._give_up(submission, error, changed)
         except BaseException:
-            self.scheduler.forget(submission.batch)
+            self._recover(submission.batch)
             raise
+        else:
+            self._commit(submission, results, changed)
+
+    def _recover(self, failed: Batch) -> None:
+        """What the device did of a batch is not known: its sequences begin again, others go on."""
+        for submission in self._in_flight:
+            self.runner.wait(submission)
+        self.scheduler.restart([failed, *(submission.batch for submission in self._in_flight)])
+        self._in_flight.clear()
 
     def _give_up(
         self, submission: Submission, error: StuckRoundError, changed: dict[str, _Live]
@@ -287,14 +300,15 @@ class Engine:
             hint="the device does not answer; start the engine anew",
         )
         logger.error("%s", report)
-        for lost in (submission, *self._in_flight):
-            self.scheduler.forget(lost.batch)
+        lost = (submission, *self._in_flight)
+        self.scheduler.restart(one.batch for one in lost)
         self._in_flight.clear()
         for live in list(self._live.values()):
             self._fail(live, report, changed)
 
-    def _commit(self, submission: Submission, changed: dict[str, _Live]) -> None:
-        results = self.runner.collect(submission)
+    def _commit(
+        self, submission: Submission, results: list[SpanResult], changed: dict[str, _Live]
+    ) -> None:
         for span, result in zip(submission.batch.spans, results, strict=True):
             if self.scheduler.has_ended(span):
                 self.scheduler.discard(span)

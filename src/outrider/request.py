@@ -54,7 +54,9 @@ class Sequence:
         num_prefill: tokens that the current prefill has to cover; the prompt, or after a
             preemption everything committed so far.
         num_computed: positions whose keys, values and recurrent state stand.
+        num_computed_before: the same before the newest result.
         num_submitted: how far spans have been submitted of the prefill.
+        num_kept: position of its newest checkpoint.
         num_cached: tokens of the prompt that were found in the prefix cache, when it was admitted.
         proposed_token_ids: drafts waiting on the device, as of the newest result.
         in_flight: spans submitted whose results have not come yet, oldest first.
@@ -68,8 +70,10 @@ class Sequence:
     slot: int | None = None
     num_prefill: int = 0
     num_computed: int = 0
+    num_computed_before: int = 0
     num_submitted: int = 0
     num_cached: int = 0
+    num_kept: int = 0
     proposed_token_ids: tuple[int, ...] = ()
     in_flight: list[Span] = field(default_factory=list[Span])
 

@@ -13,9 +13,10 @@ truth, does what there is room for. What needs the truth on the host waits for i
 from __future__ import annotations
 
 from bisect import insort
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from outrider.batch import Batch, Effects, FinishReason, SlotSetup, Span, SpanResult
+from outrider.batch import Batch, Checkpoint, Effects, FinishReason, SlotSetup, Span, SpanResult
 from outrider.cache.manager import NO_MATCH, CacheManager, Match
 from outrider.request import Sequence, Status
 from outrider.spec.policy import num_drafts_to_propose, num_drafts_to_verify
@@ -124,21 +125,27 @@ class Scheduler:
         assert sequence.in_flight[0] is span, "results come in the order of submission"
         del sequence.in_flight[0]
         advanced = span.num_rows if span.is_prefill else len(token_ids)
+        sequence.num_computed_before = sequence.num_computed
         sequence.num_computed += advanced
         sequence.proposed_token_ids = result.proposed_token_ids
         sequence.output_token_ids.extend(token_ids)
         self.cache.commit(sequence.sequence_id, advanced)
-        self._share(sequence, span)
+        self._share(sequence, span, result)
         if finish_reason is not None:
             self.finish(sequence, finish_reason)
 
-    def _share(self, sequence: Sequence, span: Span) -> None:
+    def _share(self, sequence: Sequence, span: Span, result: SpanResult) -> None:
         """Publish what stands by now, where the draft has seen it too."""
         if self._publishes(sequence):
             self.cache.publish(sequence.sequence_id, sequence.committed)
-        if span.effects.checkpoint is not None:
-            position = span.start + span.num_rows
-            self.cache.keep_checkpoint(sequence.sequence_id, position, span.effects.checkpoint)
+        checkpoint = span.effects.checkpoint
+        if checkpoint is None:
+            return
+        if span.is_prefill or result.checkpoint_kept:
+            self.cache.keep_checkpoint(sequence.sequence_id, checkpoint.position, checkpoint.slot)
+            sequence.num_kept = checkpoint.position
+        else:
+            self.cache.drop_checkpoint(checkpoint.slot)
 
     def _publishes(self, sequence: Sequence) -> bool:
         if self.config.prefix_unit is None:
@@ -154,22 +161,26 @@ class Scheduler:
             del self._ending[span.sequence_id]
             self.cache.release(span.sequence_id)
 
-    def forget(self, batch: Batch) -> None:
-        """Take a batch's spans out of flight, whose results will never come."""
-        for span in batch.spans:
+    def restart(self, batches: Iterable[Batch]) -> None:
+        """Begin again with sequences whose results are lost, from the text that the host knows.
+
+        Args:
+            batches: everything that was in flight; the device works on none of it any more.
+        """
+        spans = [span for batch in batches for span in batch.spans]
+        lost = {span.sequence_id for span in spans if not self.has_ended(span)}
+        for span in spans:
             if self.has_ended(span):
                 self.discard(span)
-            for sequence in self._running:
-                if span in sequence.in_flight:
-                    self._drop_checkpoint(span)
-                    sequence.in_flight.remove(span)
-                    if span.is_prefill:
-                        sequence.num_submitted = min(sequence.num_submitted, span.start)
-                        sequence.status = Status.PREFILLING
+            else:
+                self._drop_checkpoint(span)
+        for sequence in [s for s in self._running if s.sequence_id in lost]:
+            sequence.in_flight.clear()
+            self._preempt(sequence)
 
     def _drop_checkpoint(self, span: Span) -> None:
         if span.effects.checkpoint is not None:
-            self.cache.drop_checkpoint(span.effects.checkpoint)
+            self.cache.drop_checkpoint(span.effects.checkpoint.slot)
 
     def has_ended(self, span: Span) -> bool:
         """Whether the span's sequence ended while it was in flight."""
@@ -227,7 +238,7 @@ class Scheduler:
 
     def _plan_rounds(self) -> tuple[Span, ...] | None:
         """None where memory is short and results in flight may still free some."""
-        spans: list[Span] = []
+        planned: list[tuple[Sequence, int, Effects]] = []
         before: list[tuple[int, int]] = []  # what each held, to be put back if the plan is refused
         for sequence in list(self._running):  # first come those that give way last
             if sequence.status is not Status.DECODING:
@@ -250,21 +261,24 @@ class Scheduler:
                     return None
                 if not self._make_room(sequence, needed):
                     continue
-            assert sequence.slot is not None
-            spans.append(
-                Span(
-                    sequence_id=sequence.sequence_id,
-                    slot=sequence.slot,
-                    start=sequence.num_committed - 1,
-                    num_rows=num_drafts + 1,
-                    token_ids=(),
-                    next_token_id=None,
-                    block_ids=self.cache.block_ids(sequence.sequence_id),
-                    effects=effects,
-                    max_new_tokens=sequence.max_new_tokens,
-                )
-            )
-        return tuple(spans)
+            planned.append((sequence, num_drafts, effects))
+        # Somebody planned early may have given way since.
+        running = [one for one in planned if one[0].status is Status.DECODING]
+        return tuple(self._round_span(*one) for one in running)
+
+    def _round_span(self, sequence: Sequence, num_drafts: int, effects: Effects) -> Span:
+        assert sequence.slot is not None
+        return Span(
+            sequence_id=sequence.sequence_id,
+            slot=sequence.slot,
+            start=sequence.num_committed - 1,
+            num_rows=num_drafts + 1,
+            token_ids=(),
+            next_token_id=None,
+            block_ids=self.cache.block_ids(sequence.sequence_id),
+            effects=replace(effects, checkpoint=self._checkpoint_of_round(sequence)),
+            max_new_tokens=sequence.max_new_tokens,
+        )
 
     def _make_room(self, sequence: Sequence, num_positions: int) -> bool:
         """Reserve for a running sequence; those behind it give way, and at the last itself."""
@@ -320,6 +334,25 @@ class Scheduler:
         places = (last, (start // interval + 1) * interval)
         return min((place for place in places if start < place <= last), default=num_prefill)
 
+    def _take_checkpoint(self, sequence: Sequence, position: int) -> Checkpoint | None:
+        slot = self.cache.take_checkpoint(sequence.sequence_id, position)
+        return None if slot is None else Checkpoint(position, slot)
+
+    def _checkpoint_of_round(self, sequence: Sequence) -> Checkpoint | None:
+        """At a multiple of the interval that the text may have reached since the last result."""
+        if not self.cache.wants_checkpoints or not self._publishes(sequence):
+            return None
+        interval = self.config.checkpoint_interval
+        # The device keeps a state between the tokens that its last round began with and those that
+        # it ended with; these bound them.
+        least = sequence.num_computed if sequence.in_flight else sequence.num_computed_before
+        most = sequence.num_committed + sequence.max_new_tokens - 1
+        position = most // interval * interval
+        is_new = position > max(sequence.num_prefill, sequence.num_kept)
+        if not is_new or position < least:
+            return None
+        return self._take_checkpoint(sequence, position)
+
     def _match(self, sequence: Sequence) -> Match:
         """What of a waiting sequence's text is cached, and may be used."""
         if self.config.prefix_unit is None or sequence.wants_prompt_logprobs:
@@ -350,8 +383,7 @@ class Scheduler:
             effects = replace(effects, samples=False, num_drafts_next=0)
         is_due = end == self._next_checkpoint(start, sequence.num_prefill)
         if is_due and not ends_prompt and self._publishes(sequence):
-            checkpoint = self.cache.take_checkpoint(sequence.sequence_id, end)
-            effects = replace(effects, checkpoint=checkpoint)
+            effects = replace(effects, checkpoint=self._take_checkpoint(sequence, end))
         if sequence.wants_prompt_logprobs:
             wanted = sequence.request.params.prompt_logprobs
             effects = replace(effects, num_prompt_logprobs=wanted)

@@ -6,8 +6,11 @@ from functools import cache
 from typing import Any
 
 import pytest
+import torch
 
+from outrider.cache.prefix_tree import Node
 from outrider.engine import Engine
+from outrider.layers.rows import DeltaCache
 from outrider.output import RequestOutput
 from outrider.params import SamplingParams
 from tests.harness import freeze, make_engine, random_tokens, run_requests, tokens_of
@@ -135,18 +138,54 @@ def test_the_state_after_a_hit_is_that_of_a_cold_run_bit_for_bit(method: str) ->
     assert not held[0].differences(held[1])
 
 
-@pytest.mark.parametrize("method", ["mtp", "eagle3"])
-def test_the_next_turn_of_a_chat_finds_the_one_before(method: str) -> None:
-    engine = engine_for(method, checkpoint_interval=32)
-    [first] = run_requests(engine, [FIRST], params())
+@pytest.mark.parametrize("look_ahead", [0, 1, 2])
+@pytest.mark.parametrize("method", ["plain", "mtp", "eagle3"])
+def test_the_next_turn_of_a_chat_finds_the_text_that_was_generated(
+    method: str, look_ahead: int
+) -> None:
+    engine = engine_for(method, checkpoint_interval=32, look_ahead=look_ahead)
+    wish = SamplingParams(max_tokens=90, temperature=0, ignore_eos=True)
+    [first] = run_requests(engine, [FIRST], wish)
+    length = len(FIRST) + 90
     prompt = [*FIRST, *first.token_ids, *random_tokens(10, 4096, 9)]
     [second] = run_requests(engine, [prompt], params())
-    # Generated text is shared where there is no recurrent state; else at most one interval and a
-    # block are computed again.
-    least = len(FIRST) + NUM_TOKENS - 16 if method == "eagle3" else len(FIRST) - 32 - 16
-    assert second.num_cached_tokens >= least - 16
+    # At most one interval and a block are computed again, or a block without recurrent state.
+    again = 16 if method == "eagle3" else 32 + 16
+    assert second.num_cached_tokens >= length - again
     [alone] = run_requests(engine_for(method, enable_prefix_caching=False), [prompt], params())
     assert second.token_ids == alone.token_ids
+    assert second.rounds == alone.rounds
+    engine.cache.check_integrity()
+
+
+@pytest.mark.parametrize("look_ahead", [0, 1])
+def test_a_state_kept_in_the_middle_of_a_round_is_that_of_decoding_to_there(
+    look_ahead: int,
+) -> None:
+    """Bit for bit what a run that decodes one token at a time has at that position."""
+    wish = SamplingParams(max_tokens=60, temperature=0, ignore_eos=True)
+    kept: list[list[torch.Tensor]] = []
+    for method in ("plain", "mtp"):
+        engine = engine_for(method, checkpoint_interval=32, look_ahead=look_ahead)
+        run_requests(engine, [FIRST], wish)
+        nodes = [node for node in engine.cache._tree.nodes() if node.checkpoint is not None]
+        depths = [_depth(node) for node in nodes]
+        assert 192 in depths  # past the prompt's 157 tokens
+        slot = nodes[depths.index(192)].checkpoint
+        kept.append(
+            [
+                layer.delta.state[slot]
+                for layer in engine.runner.target_caches
+                if isinstance(layer, DeltaCache)
+            ]
+        )
+    assert len(kept[0]) > 0
+    assert all(torch.equal(a, b) for a, b in zip(*kept, strict=True))
+
+
+def _depth(node: Node) -> int:
+    """Tokens up to the end of the node's block."""
+    return len(node.token_ids) + (0 if node.parent is None else _depth(node.parent))
 
 
 def test_prompts_that_want_log_probabilities_are_computed_whole() -> None:

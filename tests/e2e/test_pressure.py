@@ -154,3 +154,40 @@ def test_a_long_prompt_does_not_hold_up_the_rounds_of_others() -> None:
         if output.finished:
             break
     assert len(output.token_ids) > 15
+
+
+@pytest.mark.parametrize("where", ["submit", "collect"])
+@pytest.mark.parametrize("look_ahead", [0, 1, 2])
+@pytest.mark.parametrize("after", [1, 2, 4, 9])
+def test_a_step_that_fails_once_changes_no_text(where: str, look_ahead: int, after: int) -> None:
+    """Prompt chunks, the ends of prompts, rounds: whatever was lost is computed again."""
+    prompts = [random_tokens(43, 4096, 7), *PROMPTS[:2]]
+    options = {"max_prefill_tokens": 64, "look_ahead": look_ahead}
+    expected = tokens_of(run_requests(engine_for(**options), prompts, wish(max_tokens=40)))
+    engine = engine_for(**options)
+    original, calls = getattr(engine.runner, where), 0
+
+    def failing(*args: object) -> object:
+        nonlocal calls
+        calls += 1
+        if calls == after:
+            raise RuntimeError("once")
+        return original(*args)
+
+    setattr(engine.runner, where, failing)
+    for index, prompt in enumerate(prompts):
+        engine.add_request(str(index), prompt, wish(max_tokens=40))
+    outputs: dict[str, RequestOutput] = {}
+    failures = 0
+    for _ in range(200):
+        try:
+            for output in engine.step():
+                outputs[output.request_id] = output
+        except RuntimeError:
+            failures += 1
+        if not engine.has_work:
+            break
+    assert failures == 1
+    assert [outputs[str(index)].token_ids for index in range(3)] == expected
+    assert engine.cache.is_idle
+    engine.cache.check_integrity()

@@ -18,9 +18,14 @@ _CAPABILITY = os.environ.get("OUTRIDER_CAPABILITY", "")
 assert _OVERRIDE in ("", "reference"), f"OUTRIDER_OPS is {_OVERRIDE!r}; allowed: reference"
 
 
+def kernels_are_on() -> bool:
+    """Whether a GPU runs kernels, and not the reference operations, which wait for the device."""
+    return _OVERRIDE != "reference"
+
+
 def uses_kernels(tensor: Tensor) -> bool:
     """Whether operations on this tensor run as kernels."""
-    return tensor.is_cuda and _OVERRIDE != "reference"
+    return tensor.is_cuda and kernels_are_on()
 
 
 @cache

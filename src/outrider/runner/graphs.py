@@ -30,14 +30,14 @@ class RoundKey:
         num_sequences: B, padding included.
         num_verified: T.
         table_width: columns of the block tables.
-        layout: where tensors of the slot table lie that can be replaced.
+        layout: of the slot table, see SlotTable.layout.
     """
 
     num_sequences: int
     num_verified: int
     table_width: int
     work: Work
-    layout: tuple[int, ...]
+    layout: int
 
 
 class _Buffers:
@@ -75,10 +75,21 @@ class _Program:
 
 @dataclass(frozen=True)
 class Arriving:
-    """Packed results on their way to the host: there once the event has happened."""
+    """Numbers on their way to the host: there once the event has happened; None is at once."""
 
     packed: Tensor
-    event: torch.cuda.Event
+    event: torch.cuda.Event | None
+
+    @classmethod
+    def send(cls, numbers: Tensor) -> Arriving:
+        """Start to copy; nothing waits."""
+        if not numbers.is_cuda:
+            return cls(numbers, None)
+        host = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
+        host.copy_(numbers, non_blocking=True)
+        event = torch.cuda.Event()
+        event.record()
+        return cls(host, event)
 
 
 class RoundGraphs:
@@ -94,12 +105,7 @@ class RoundGraphs:
         self._device = device
         self._programs: dict[RoundKey, _Program] = {}
         self._pool = torch.cuda.graph_pool_handle()
-        self._layout: tuple[int, ...] = ()
-
-    @property
-    def num_graphs(self) -> int:
-        """Graphs captured and alive."""
-        return sum(program.graph is not None for program in self._programs.values())
+        self._layout = 0
 
     def run(self, key: RoundKey, numbers: Tensor) -> Arriving:
         """Run a round and send its packed results on their way; nothing waits.
@@ -131,7 +137,10 @@ class RoundGraphs:
 
     def _capture(self, key: RoundKey, numbers: Tensor) -> tuple[torch.cuda.CUDAGraph, Tensor]:
         graph = torch.cuda.CUDAGraph()
-        with _without_collection(), torch.cuda.graph(graph, pool=self._pool):
+        with (
+            _without_collection(),
+            torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"),
+        ):
             packed = self._run(key, numbers)
         return graph, packed
 

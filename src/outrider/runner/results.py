@@ -37,6 +37,8 @@ class PassReport:
         spans: those that sampled, in the order of the rows; rows past them are padding.
         packed: on the CPU; filled once `arrived` has happened.
         logprobs: by sequence id, of the emitted tokens.
+        asking: sequences that asked for a checkpoint.
+        kept: 1 for each of them that got it.
     """
 
     spans: tuple[Span, ...]
@@ -46,38 +48,36 @@ class PassReport:
     logprobs: Mapping[int, tuple[TokenLogprobs, ...]] = field(
         default_factory=dict[int, tuple[TokenLogprobs, ...]]
     )
+    asking: tuple[int, ...] = ()
+    kept: Tensor | None = None
 
     @classmethod
-    def begin(cls, spans: Sequence[Span], packed: Tensor, layout: ResultLayout) -> PassReport:
-        """Start the copy to the host; nothing waits."""
-        if not packed.is_cuda:
-            return cls(tuple(spans), packed, layout, None)
-        host = torch.empty(packed.shape, dtype=packed.dtype, pin_memory=True)
-        host.copy_(packed, non_blocking=True)
-        arrived = torch.cuda.Event()
-        arrived.record()
-        return cls(tuple(spans), host, layout, arrived)
-
-    @classmethod
-    def of_graph(
-        cls, spans: Sequence[Span], arriving: Arriving, layout: ResultLayout
-    ) -> PassReport:
-        """Results that a graph has sent."""
+    def of(cls, spans: Sequence[Span], arriving: Arriving, layout: ResultLayout) -> PassReport:
+        """Results that have been sent."""
         return cls(tuple(spans), arriving.packed, layout, arriving.event)
+
+    def with_kept(self, sequence_ids: tuple[int, ...], kept: Arriving) -> PassReport:
+        """With the checkpoints that sequences asked for, and which were kept.
+
+        They were sent before the results, so they are there when those are.
+        """
+        return dataclasses.replace(self, asking=sequence_ids, kept=kept.packed)
 
     def with_logprobs(self, logprobs: Mapping[int, tuple[TokenLogprobs, ...]]) -> PassReport:
         return dataclasses.replace(self, logprobs=logprobs) if logprobs else self
 
     def results(self) -> dict[int, SpanResult]:
         """By sequence id; waits for the copy."""
-        self._wait()
+        self.wait()
+        flags: list[int] = [] if self.kept is None else self.kept.tolist()
+        kept = {number for number, flag in zip(self.asking, flags, strict=True) if flag}
         rows: list[list[int]] = self.packed.tolist()
         return {
-            span.sequence_id: self._result(span, row)
+            span.sequence_id: self._result(span, row, span.sequence_id in kept)
             for span, row in zip(self.spans, rows, strict=False)  # the rest is padding
         }
 
-    def _wait(self) -> None:
+    def wait(self) -> None:
         """Until the copy has arrived, but not for ever."""
         if self.arrived is None:
             return
@@ -90,7 +90,7 @@ class PassReport:
                 )
             time.sleep(POLL_SECONDS)
 
-    def _result(self, span: Span, row: list[int]) -> SpanResult:
+    def _result(self, span: Span, row: list[int], checkpoint_kept: bool) -> SpanResult:
         num_accepted, num_emitted, stopped, at_limit, num_drafts, num_proposed = row[:NUM_COUNTS]
         tokens = row[NUM_COUNTS:]
         drafts = tokens[self.layout.num_verified :]
@@ -103,5 +103,6 @@ class PassReport:
             draft_token_ids=tuple(drafts[:num_drafts]),
             num_accepted=num_accepted,
             proposed_token_ids=tuple(proposed[:num_proposed]),
+            checkpoint_kept=checkpoint_kept,
             logprobs=self.logprobs.get(span.sequence_id, ()),
         )

@@ -9,22 +9,25 @@ import torch
 from torch import Tensor
 
 from outrider.batch import Batch, Span, SpanResult, Tier, TokenLogprobs
-from outrider.layers.rows import LayerCache
+from outrider.layers.rows import LayerCache, LayerCacheSpec
 from outrider.models.base import CausalLM, TargetOutput
 from outrider.ops.bookkeeping import store_proposal
 from outrider.runner.decide import Decider, Decision
-from outrider.runner.graphs import RoundGraphs, RoundKey
+from outrider.runner.graphs import Arriving, RoundGraphs, RoundKey
 from outrider.runner.inputs import InputBuilder, PassInputs, Work, round_numbers
 from outrider.runner.logprobs import emitted_logprobs, prompt_logprobs
 from outrider.runner.results import PassReport, ResultLayout
 from outrider.runner.slots import SlotTable, to_device
-from outrider.runner.storage import StorageSize, allocate_caches, copy_states
+from outrider.runner.storage import StorageSize, allocate_caches, copy_states, keep_states
 from outrider.spec.base import Drafter, Frontier
 from outrider.spec.choose import DraftChooser, Proposal
 from outrider.spec.names import DraftSampling
 
 Masks = dict[int, Tensor]
 """Grammar masks by sequence id: [rows, ceil(V / 32)] int32, one row for each verified row."""
+
+MIN_TABLE_WIDTH = 32
+"""Columns of the smallest block table of a graph: wider ones double, so that there are few."""
 
 _ARGMAX_ONLY = frozenset((DraftSampling.ARGMAX,))
 
@@ -93,19 +96,15 @@ class Runner:
         )
         self._graphs = RoundGraphs(self._replayable_round, device) if options.use_graphs else None
 
-    def _allocate(self, specs: Sequence[object]) -> tuple[LayerCache, ...]:
+    def _allocate(self, specs: Sequence[LayerCacheSpec]) -> tuple[LayerCache, ...]:
         options = self.options
         return allocate_caches(
-            specs,  # pyright: ignore[reportArgumentType]
-            options.size,
-            options.dtype,
-            options.state_dtype,
-            options.device,
+            specs, options.size, options.dtype, options.state_dtype, options.device
         )
 
     @torch.inference_mode()
     def submit(self, batch: Batch, masks: Masks | None = None) -> Submission:
-        """Put a batch on the device's queue; does not wait for it.
+        """Put a batch on the device's queue; waits for it only where log probabilities are wanted.
 
         What a round reads of its sequences (counts, drafts) is on the device, so that the next
         batch may be submitted before this one has ended.
@@ -130,13 +129,15 @@ class Runner:
                 self._feed(inputs, work, output, inputs.next_token_ids)
             self._copy_states(
                 [
-                    (span.slot, span.effects.checkpoint)
+                    (span.slot, span.effects.checkpoint.slot)
                     for span in batch.prefill
                     if span.effects.checkpoint is not None
                 ]
             )
         if batch.rounds:
-            reports.append(self._round(batch.rounds, masks or {}))
+            kept = self._keep_states(batch.rounds)
+            report = self._round(batch.rounds, masks or {})
+            reports.append(report if kept is None else report.with_kept(*kept))
         return Submission(batch, tuple(reports), prompts)
 
     def _copy_states(self, pairs: Sequence[tuple[int, int]]) -> None:
@@ -147,6 +148,35 @@ class Runner:
                 to_device(ids, torch.int64, device) for ids in zip(*pairs, strict=True)
             )
             copy_states(self.target_caches, sources, targets)
+
+    def _keep_states(self, spans: Sequence[Span]) -> tuple[tuple[int, ...], Arriving] | None:
+        """Checkpoints that rounds ask for: sequence ids, and whether the text had come so far.
+
+        The state lies before the pending rows: those up to the position are replayed in the copy.
+        """
+        asking = [span for span in spans if span.effects.checkpoint is not None]
+        if not asking:
+            return None
+        numbers = [
+            (span.slot, span.effects.checkpoint.slot, span.effects.checkpoint.position)
+            for span in asking
+            if span.effects.checkpoint is not None
+        ]
+        columns = to_device(numbers, torch.int64, self.options.device)
+        kept = keep_states(
+            self.target_caches,
+            self.slots.pending,
+            columns[:, 0],
+            columns[:, 1],
+            columns[:, 2],
+            self.slots.num_committed,
+        )
+        return tuple(span.sequence_id for span in asking), Arriving.send(kept)
+
+    def wait(self, submission: Submission) -> None:
+        """Until the device is done with a batch whose results nobody wants."""
+        for report in submission.reports:
+            report.wait()
 
     def collect(self, submission: Submission) -> list[SpanResult]:
         """Wait for a batch; one result for each of its spans, in the order of batch.spans."""
@@ -188,14 +218,15 @@ class Runner:
         width = max(len(span.block_ids) for span in spans)
         if self.options.device.type == "cuda":
             num_rows = _bucket(num_rows)
-            width = -(-self.options.max_model_len // self.options.size.block_size)
+            most = -(-self.options.max_model_len // self.options.size.block_size)
+            width = min(max(_power_of_two(width), MIN_TABLE_WIDTH), most)
             most_rows = 1 if most_rows == 1 else self.options.size.max_rows
         numbers = round_numbers(spans, num_rows, width)
         plain = work.tier is not Tier.FULL and not any(s.effects.reports_logprobs for s in spans)
         if self._graphs is not None and plain:
             key = RoundKey(num_rows, most_rows, width, work, self.slots.layout)
             arriving = self._graphs.run(key, numbers)
-            return PassReport.of_graph(spans, arriving, _layout(work, most_rows))
+            return PassReport.of(spans, arriving, _layout(work, most_rows))
         if numbers.device != self.options.device:
             numbers = numbers.pin_memory().to(self.options.device, non_blocking=True)
         inputs = self._inputs.rounds(numbers, most_rows)
@@ -220,7 +251,8 @@ class Runner:
     ) -> PassReport:
         stacked = _stack_masks(spans, inputs, masks, self.target.config.vocab_size)
         decision, packed = self._decide_and_draft(inputs, work, output, stacked)
-        report = PassReport.begin(spans, packed, _layout(work, inputs.num_verified))
+        layout = _layout(work, inputs.num_verified)
+        report = PassReport.of(spans, Arriving.send(packed), layout)
         return report.with_logprobs(emitted_logprobs(spans, decision, self.slots.sampling))
 
     def _decide_and_draft(

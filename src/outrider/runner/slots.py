@@ -98,9 +98,9 @@ class SlotTable:
         )
 
     @property
-    def layout(self) -> tuple[int, ...]:
-        """Where the tensors lie that wider ones may replace; a graph holds for one layout."""
-        return (self.stop_token_ids.values.data_ptr(), *self.rules.layout)
+    def layout(self) -> int:
+        """Changes when a tensor is replaced by a wider one; a graph holds for one layout."""
+        return self.stop_token_ids.num_widenings
 
     def set_up(self, setup: SlotSetup) -> None:
         """Make a slot ready for a new sequence; nothing of its last one remains visible."""

@@ -15,7 +15,7 @@ from outrider.layers.rows import (
     LayerCache,
     LayerCacheSpec,
 )
-from outrider.ops.gated_delta_rule import DeltaState
+from outrider.ops.gated_delta_rule import DeltaState, PendingRecords, delta_replay
 
 
 @dataclass(frozen=True)
@@ -119,3 +119,41 @@ def copy_states(caches: Iterable[LayerCache], sources: torch.Tensor, targets: to
         if isinstance(cache, DeltaCache):
             for tensor in (cache.delta.state, cache.conv_ring):
                 tensor.index_copy_(0, targets, tensor.index_select(0, sources))
+
+
+def keep_states(
+    caches: Iterable[LayerCache],
+    pending: PendingRecords,
+    slots: torch.Tensor,
+    targets: torch.Tensor,
+    positions: torch.Tensor,
+    num_committed: torch.Tensor,
+) -> torch.Tensor:
+    """Copy the recurrent states of `slots` behind `positions` tokens to `targets`; all [N] int64.
+
+    A slot's state stands before its pending records; those that lead up to the position are
+    replayed in the copy.
+
+    Args:
+        num_committed: [slots].
+
+    Returns:
+        [N] int64, 1 where the position lies among the pending rows; what the target holds is
+        unspecified elsewhere.
+    """
+    accepted = torch.minimum(pending.num_accepted_rows[slots], pending.last_num_rows[slots])
+    rows = positions - (num_committed[slots] - 1 - accepted)
+    kept = (rows >= 0) & (rows <= accepted)
+    pending.parity[targets] = pending.parity[slots]
+    pending.last_num_rows[targets] = pending.last_num_rows[slots]
+    pending.num_accepted_rows[targets] = torch.where(kept, rows, 0)
+    for cache in caches:
+        if isinstance(cache, DeltaCache):
+            delta = cache.delta
+            for tensor in (delta.state, cache.conv_ring):
+                tensor.index_copy_(0, targets, tensor.index_select(0, slots))
+            for records in (delta.record_keys, delta.record_updates, delta.record_decays):
+                records.index_copy_(1, targets, records.index_select(1, slots))
+            delta_replay(delta, pending, targets)
+    pending.num_accepted_rows[targets] = 0
+    return kept.long()

@@ -16,11 +16,13 @@ class PaddedLists:
     Attributes:
         values: [slots, width].
         lengths: [slots] int64.
+        num_widenings: how often `values` was replaced by a wider tensor.
     """
 
     def __init__(self, num_slots: int, dtype: torch.dtype, device: torch.device, fill: int) -> None:
         """fill: value of unused entries."""
         self._fill = fill
+        self.num_widenings = 0
         self.values = torch.full((num_slots, INITIAL_WIDTH), fill, dtype=dtype, device=device)
         self.lengths = torch.zeros(num_slots, dtype=torch.int64, device=device)
 
@@ -28,6 +30,7 @@ class PaddedLists:
         """Replace a slot's list."""
         width = self.values.shape[1]
         if len(numbers) > width:
+            self.num_widenings += 1
             missing = max(len(numbers) - width, width)  # doubling, so that it seldom happens
             self.values = torch.nn.functional.pad(self.values, (0, missing), value=self._fill)
         row = [*numbers, *[self._fill] * (self.values.shape[1] - len(numbers))]

@@ -53,11 +53,6 @@ class RuleTable:
         self.bias_values = PaddedLists(num_slots, torch.float32, device, 0)
         self._bad_words: dict[int, tuple[tuple[int, ...], ...]] = {}
 
-    @property
-    def layout(self) -> tuple[int, int]:
-        """Where the lists lie, which are replaced when they widen."""
-        return self.bias_ids.values.data_ptr(), self.bias_values.values.data_ptr()
-
     def store(self, setup: SlotSetup) -> None:
         """Overwrite the entry of one slot."""
         slot, rules = setup.slot, setup.rules
@@ -113,6 +108,8 @@ class RuleTable:
 
     def _ban_words(self, logits: Tensor, slots: Tensor, context: BlockContext) -> None:
         """The last token of a bad word may not follow its others."""
+        if not any(self._bad_words.values()):
+            return  # on a GPU the rest waits for it
         for sequence, slot in enumerate(slots.tolist()):
             for word in self._bad_words.get(slot, ()):
                 banned = self._completes(word, sequence, context)

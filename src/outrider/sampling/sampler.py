@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from outrider.ops.sampling import argmax, processed_probs, sample
+from outrider.ops.sampling import processed_probs, sample
 from outrider.sampling.arrays import SamplingArrays
 
 
@@ -24,9 +24,7 @@ def target_probs(logits: Tensor, sampling: SamplingArrays) -> Tensor:
     )
 
 
-def sample_rows(
-    logits: Tensor, sampling: SamplingArrays, positions: Tensor, *, all_greedy: bool = False
-) -> Tensor:
+def sample_rows(logits: Tensor, sampling: SamplingArrays, positions: Tensor) -> Tensor:
     """Draw the target's own token for each row.
 
     Args:
@@ -34,13 +32,10 @@ def sample_rows(
         sampling: entries of shape [R]; temperature 0 takes the largest logit, the lowest id first.
         positions: [R] int64, absolute position of the token being drawn; it keys the noise with
             the seed, so that a row draws the same token whichever round reaches it.
-        all_greedy: every entry is greedy, as the host knows: nothing random is made.
 
     Returns:
         [R] int64.
     """
-    if all_greedy:
-        return argmax(logits)
     return sample(
         logits,
         sampling.temperature,

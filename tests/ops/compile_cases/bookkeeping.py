@@ -44,6 +44,10 @@ def cases(capability: int) -> Iterator[Case]:
             ),
         )
     yield Case(
+        "transfer",
+        lambda: kernels._transfer.warmup(*_pointers(2), 100, 1024, grid=(1,), num_warps=4),
+    )
+    yield Case(
         "chain_rows",
         lambda: kernels._chain_rows.warmup(
             *_pointers(9, flags=(4,)), 8, 32, 3, 4, 64, grid=(8,), num_warps=1

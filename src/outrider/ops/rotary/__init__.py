@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from outrider.ops.dispatch import overlaps_launches, uses_kernels
+from outrider.ops.dispatch import uses_kernels
 from outrider.ops.rotary.reference import rotary_angles_reference, rotary_reference
 
 SUPPORTED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -24,8 +24,9 @@ def rotary_angles(
     if uses_kernels(positions):
         from outrider.ops.rotary.triton import rotary_angles_kernel
 
-        pdl = overlaps_launches(positions)
-        return rotary_angles_kernel(positions, inverse_frequencies, scale, pdl=pdl)
+        # It starts when everything before it has ended, once in every pass and draft step: the
+        # attention behind it may then read the keys of earlier steps without waiting.
+        return rotary_angles_kernel(positions, inverse_frequencies, scale, pdl=False)
     return rotary_angles_reference(positions, inverse_frequencies, scale)
 
 
