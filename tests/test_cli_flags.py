@@ -40,6 +40,9 @@ ENGINE: dict[str, tuple[list[str], Any]] = {
     "num_kv_blocks": (["--num-kv-blocks", "9"], 9),
     "kv_cache_memory_gib": (["--kv-cache-memory-gib", "0.5"], 0.5),
     "state_dtype": (["--state-dtype", "bfloat16"], "bfloat16"),
+    "enable_prefix_caching": (["--no-enable-prefix-caching"], False),
+    "num_state_checkpoints": (["--num-state-checkpoints", "5"], 5),
+    "checkpoint_interval": (["--checkpoint-interval", "256"], 256),
     "prefill_grid": (["--prefill-grid", "7"], 7),
     "max_prefill_tokens": (["--max-prefill-tokens", "70"], 70),
     "speculative_config": (
@@ -47,7 +50,7 @@ ENGINE: dict[str, tuple[list[str], Any]] = {
         SpeculativeConfig("mtp", num_speculative_tokens=5),
     ),
     "enforce_eager": (["--enforce-eager"], True),
-    "deterministic": (["--no-deterministic"], False),
+    "deterministic": (["--deterministic"], True),
     "look_ahead": (["--look-ahead", "0"], 0),
     "debug_checks": (["--debug-checks"], True),
 }
@@ -62,6 +65,7 @@ SAMPLING: dict[str, tuple[list[str], Any]] = {
     "stop_token_ids": (["--stop-token-ids", "4", "--stop-token-ids", "5"], (4, 5)),
     "ignore_eos": (["--ignore-eos"], True),
     "max_draft_tokens": (["--max-draft-tokens", "2"], 2),
+    "priority": (["--priority", "3"], 3),
     "speculation": (["--no-speculation"], False),
     "n": (["--n", "2"], 2),
     "repetition_penalty": (["--repetition-penalty", "1.1"], 1.1),

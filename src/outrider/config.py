@@ -209,7 +209,7 @@ class EngineConfig:
         speculative_config: how to draft; None decodes plainly.
         enforce_eager: run a GPU's kernels one by one and not as CUDA graphs, to look for faults.
         deterministic: True refuses shapes for which there is no kernel that gives a row the same
-            bits whatever runs beside it; None and False serve them.
+            bits whatever runs beside it.
         look_ahead: rounds that are submitted before the results of the one before are awaited, 0
             to 2; None is 1 on a GPU and 0 on a CPU. The text does not depend on it.
         debug_checks: check the engine's own invariants after every step, slowly.
@@ -240,7 +240,7 @@ class EngineConfig:
     max_prefill_tokens: int = 512
     speculative_config: SpeculativeConfig | None = None
     enforce_eager: bool = False
-    deterministic: bool | None = None
+    deterministic: bool = False
     look_ahead: int | None = None
     debug_checks: bool = False
 
@@ -276,7 +276,7 @@ class EngineConfig:
         if self.look_ahead is not None:
             check_int(error, "look_ahead", self.look_ahead, 0, MAX_LOOK_AHEAD)
         check_type(error, "enforce_eager", self.enforce_eager, bool)
-        check_type(error, "deterministic", self.deterministic, bool, True)
+        check_type(error, "deterministic", self.deterministic, bool)
         check_type(error, "debug_checks", self.debug_checks, bool)
         check_type(error, "enable_prefix_caching", self.enable_prefix_caching, bool)
         check_int(error, "num_state_checkpoints", self.num_state_checkpoints, 0)

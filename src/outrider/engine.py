@@ -26,7 +26,7 @@ from outrider.models.base import CausalLM
 from outrider.models.build import DTYPES, Checkpoint, load_target
 from outrider.models.config import ModelConfig
 from outrider.models.files import resolve_checkpoint
-from outrider.ops.dispatch import capability, kernels_are_on
+from outrider.ops.dispatch import capability, kernels_are_on, overrides
 from outrider.ops.linear.segments import is_invariant
 from outrider.output import OutputBuilder, RequestOutput
 from outrider.params import SamplingParams
@@ -102,6 +102,10 @@ class Engine:
         checkpoint.close()
         if config.deterministic:
             _refuse_variant_shapes(checkpoint.device, target, drafter)
+        for override in overrides():
+            logger.warning(
+                "%s is set, for debugging: kernels and bits are not the usual ones", override
+            )
         if checkpoint.device.type == "cpu":
             _set_threads(config.num_threads, sum(p.numel() for p in target.parameters()))
 
@@ -416,8 +420,7 @@ def _refuse_variant_shapes(device: torch.device, target: CausalLM, drafter: Draf
     variant = {
         f"{weight.dtype} {weight.shape[0]} x {weight.shape[1]}"
         for weight in weights
-        if weight.dim() == 2
-        and not is_invariant(weight.dtype, capability(device), weight.shape[0], weight.shape[1])
+        if weight.dim() == 2 and not is_invariant(weight.dtype, capability(device))
     }
     if variant:
         raise ConfigError(

@@ -18,6 +18,12 @@ _CAPABILITY = os.environ.get("OUTRIDER_CAPABILITY", "")
 assert _OVERRIDE in ("", "reference"), f"OUTRIDER_OPS is {_OVERRIDE!r}; allowed: reference"
 
 
+def overrides() -> list[str]:
+    """Environment variables that are set, which change which kernels run."""
+    names = (("OUTRIDER_OPS", _OVERRIDE), ("OUTRIDER_CAPABILITY", _CAPABILITY))
+    return [f"{name}={value}" for name, value in names if value]
+
+
 def kernels_are_on() -> bool:
     """Whether a GPU runs kernels, and not the reference operations, which wait for the device."""
     return _OVERRIDE != "reference"

@@ -12,6 +12,9 @@ from outrider.runner.decide import Decision
 from outrider.sampling.arrays import SamplingArrays
 from outrider.sampling.sampler import target_probs
 
+ROWS_AT_ONCE = 64
+"""Rows of a prompt that are scored together: float32 copies of their logits live at once."""
+
 
 def raw_logprobs(logits: Tensor) -> Tensor:
     """The model's own distribution: [R, V] -> [R, V] float32."""
@@ -52,12 +55,17 @@ def prompt_logprobs(
     span: Span, logits: Tensor, next_token_ids: Tensor, sampling: SamplingArrays
 ) -> tuple[TokenLogprobs, ...]:
     """About the token after each of a chunk's rows: logits [R, V], next_token_ids [R]."""
-    assert span.effects.num_prompt_logprobs is not None, span
-    scores = raw_logprobs(logits)
-    if span.effects.processed_logprobs:
-        slots = torch.full((logits.shape[0],), span.slot, device=logits.device)
-        scores = processed_logprobs(logits, sampling.gather(slots))
-    return describe(scores, next_token_ids, span.effects.num_prompt_logprobs)
+    num_top = span.effects.num_prompt_logprobs
+    assert num_top is not None, span
+    reports: list[TokenLogprobs] = []
+    for begin in range(0, logits.shape[0], ROWS_AT_ONCE):
+        rows = logits[begin : begin + ROWS_AT_ONCE]
+        scores = raw_logprobs(rows)
+        if span.effects.processed_logprobs:
+            slots = torch.full((rows.shape[0],), span.slot, device=logits.device)
+            scores = processed_logprobs(rows, sampling.gather(slots))
+        reports += describe(scores, next_token_ids[begin : begin + ROWS_AT_ONCE], num_top)
+    return tuple(reports)
 
 
 def emitted_logprobs(

@@ -1,9 +1,9 @@
 """What a round does to its sequences besides arithmetic: which rows run, what is committed.
 
 All of it is on the device, so that a round can be submitted before the one in front of it has
-ended. Three operations, in the order of a round: `round_rows` (what the target pass runs),
-`commit_round` (accept, trim, move the counts on, and place the draft's rows) and `store_proposal`
-(keep the drafts, and pack everything that the host wants to know).
+ended. In the order of a round: `round_rows` (what the target pass runs), `commit_round` (accept,
+trim, move the counts on), `chain_rows` (where the draft's steps run), `store_proposal` (keep the
+drafts, and pack everything that the host wants to know), and `transfer` to bring it there.
 """
 
 from __future__ import annotations

@@ -65,13 +65,8 @@ def uses_library(dtype: torch.dtype, capability: tuple[int, int]) -> bool:
     return dtype == torch.float16 and capability < (8, 0)
 
 
-def is_invariant(dtype: torch.dtype, capability: tuple[int, int], n: int, k: int) -> bool:
-    """Whether a row's bits on this card depend on the row and the weight [n, k] alone.
-
-    Every shape has the same answer so far; n and k are arguments so that a kernel for some shapes
-    only may say so.
-    """
-    del n, k
+def is_invariant(dtype: torch.dtype, capability: tuple[int, int]) -> bool:
+    """Whether a row's bits on this card depend on the row and the weight alone, for any shape."""
     return not uses_library(dtype, capability)
 
 
