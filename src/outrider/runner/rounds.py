@@ -162,13 +162,15 @@ class Runner:
             for span in asking
             if span.effects.checkpoint is not None
         ]
-        columns = to_device(numbers, torch.int64, self.options.device)
+        slots, targets, positions = (
+            to_device(numbers, torch.int64, self.options.device).t().contiguous()
+        )
         kept = keep_states(
             self.target_caches,
             self.slots.pending,
-            columns[:, 0],
-            columns[:, 1],
-            columns[:, 2],
+            slots,
+            targets,
+            positions,
             self.slots.num_committed,
         )
         return tuple(span.sequence_id for span in asking), Arriving.send(kept)
