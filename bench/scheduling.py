@@ -116,7 +116,7 @@ def measure(num_steps: int, num_waiting: int, prefix_cache: bool, look_ahead: in
     for _ in range(10):
         load.step()
     gc.collect()
-    gc.disable()  # the engine freezes what lives long; here it would only be noise
+    gc.disable()  # a collection falls into one step of many and would only be noise
     times = [load.step() for _ in range(num_steps)]
     gc.enable()
     totals = sorted(1e6 * (plan + commit) for plan, commit in times)

@@ -129,14 +129,14 @@ class Scheduler:
         sequence.num_computed += advanced
         sequence.proposed_token_ids = result.proposed_token_ids
         sequence.output_token_ids.extend(token_ids)
-        self.cache.commit(sequence.sequence_id, advanced)
-        self._share(sequence, span, result)
+        filled = self.cache.commit(sequence.sequence_id, advanced)
+        self._share(sequence, span, result, filled)
         if finish_reason is not None:
             self.finish(sequence, finish_reason)
 
-    def _share(self, sequence: Sequence, span: Span, result: SpanResult) -> None:
+    def _share(self, sequence: Sequence, span: Span, result: SpanResult, filled: bool) -> None:
         """Publish what stands by now, where the draft has seen it too."""
-        if self._publishes(sequence):
+        if filled and self._publishes(sequence):
             self.cache.publish(sequence.sequence_id, sequence.committed)
         checkpoint = span.effects.checkpoint
         if checkpoint is None:
@@ -238,9 +238,9 @@ class Scheduler:
 
     def _plan_rounds(self) -> tuple[Span, ...] | None:
         """None where memory is short and results in flight may still free some."""
-        planned: list[tuple[Sequence, int, Effects]] = []
-        before: list[tuple[int, int]] = []  # what each held, to be put back if the plan is refused
-        for sequence in list(self._running):  # first come those that give way last
+        wanted: list[tuple[Sequence, int, Effects, int]] = []
+        num_missing = 0
+        for sequence in self._running:  # first come those that give way last
             if sequence.status is not Status.DECODING:
                 continue  # still prefilling, or preempted for another one just now
             limit = sequence.request.length_limit
@@ -253,15 +253,15 @@ class Scheduler:
             )
             effects = self._effects(sequence, num_drafts)
             needed = self._positions_needed(sequence, num_drafts + 1, effects.num_drafts_next)
-            before.append((sequence.sequence_id, self.cache.num_blocks(sequence.sequence_id)))
-            if not self.cache.reserve(sequence.sequence_id, needed):
-                if self.is_in_flight:
-                    for sequence_id, num_blocks in before:
-                        self.cache.shrink(sequence_id, num_blocks)
-                    return None
-                if not self._make_room(sequence, needed):
-                    continue
-            planned.append((sequence, num_drafts, effects))
+            num_missing += self.cache.num_missing(sequence.sequence_id, needed)
+            wanted.append((sequence, num_drafts, effects, needed))
+        if num_missing > self.cache.num_available and self.is_in_flight:
+            return None
+        planned: list[tuple[Sequence, int, Effects]] = []
+        for sequence, num_drafts, effects, needed in wanted:
+            # It may have given way for one before it just now.
+            if sequence.status is Status.DECODING and self._make_room(sequence, needed):
+                planned.append((sequence, num_drafts, effects))
         # Somebody planned early may have given way since.
         running = [one for one in planned if one[0].status is Status.DECODING]
         return tuple(self._round_span(*one) for one in running)
@@ -303,6 +303,7 @@ class Scheduler:
         spans: list[Span] = []
         budget = self.config.max_prefill_tokens
         prefilling = [s for s in self._running if s.status is Status.PREFILLING]
+        may_admit = may_admit and self.cache.slots.num_free > 0
         for sequence in prefilling + (list(self._waiting) if may_admit else []):
             if sequence.status is Status.WAITING:
                 match = self._match(sequence)

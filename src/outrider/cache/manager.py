@@ -12,6 +12,7 @@ checkpoint, a slot of its own that belongs to a node.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -42,14 +43,15 @@ class _Holding:
     """What a sequence holds.
 
     Attributes:
-        nodes: of its first blocks, as far as they are published; a node may have the block of
-            another sequence that computed the same text.
+        nodes: of its first blocks, as far as they are published.
+        table: block_ids as they were handed out, until they change.
     """
 
     slot: int
     block_ids: list[int]
     nodes: list[Node] = field(default_factory=list[Node])
     num_committed: int = 0
+    table: tuple[int, ...] | None = None
 
 
 class CacheManager:
@@ -81,7 +83,7 @@ class CacheManager:
         self._prefix_unit = prefix_unit
         self._tree = PrefixTree(block_size)
         # Nodes with a checkpoint, the one that was used longest ago first.
-        self._checkpointed: dict[Node, None] = {}
+        self._checkpointed: OrderedDict[Node, None] = OrderedDict()
         self._holdings: dict[int, _Holding] = {}
 
     def num_blocks_for(self, num_positions: int) -> int:
@@ -105,7 +107,6 @@ class CacheManager:
         step = self._prefix_unit // self.block_size
         for length in range(len(path) // step * step, 0, -step):
             checkpoint = path[length - 1].checkpoint
-            # Every inner node is followed by a token that matched; `match` saw to the last one.
             if checkpoint is not None or not self._needs_checkpoint:
                 return Match(tuple(path[:length]), length * self.block_size, checkpoint)
         return NO_MATCH
@@ -149,25 +150,25 @@ class CacheManager:
         if block_ids is None:
             return False
         holding.block_ids.extend(block_ids)
+        holding.table = None
         return True
 
-    def num_blocks(self, sequence_id: int) -> int:
-        """Blocks that the sequence holds."""
-        return len(self._holdings[sequence_id].block_ids)
+    def num_missing(self, sequence_id: int, num_positions: int) -> int:
+        """Blocks that `reserve` would have to take."""
+        missing = self.num_blocks_for(num_positions) - len(self._holdings[sequence_id].block_ids)
+        return max(missing, 0)
 
-    def shrink(self, sequence_id: int, num_blocks: int) -> None:
-        """Give back what `reserve` added since the sequence held num_blocks."""
-        holding = self._holdings[sequence_id]
-        assert num_blocks >= len(holding.nodes), "published blocks are not given back"
-        self.blocks.give_back(holding.block_ids[num_blocks:])
-        del holding.block_ids[num_blocks:]
+    def commit(self, sequence_id: int, num_tokens: int) -> bool:
+        """num_tokens more positions stand; they were reserved before.
 
-    def commit(self, sequence_id: int, num_tokens: int) -> None:
-        """num_tokens more positions stand; they were reserved before."""
+        Returns:
+            Whether a block is full that is not published.
+        """
         holding = self._holdings[sequence_id]
         holding.num_committed += num_tokens
         capacity = len(holding.block_ids) * self.block_size
         assert holding.num_committed <= capacity, "committed past what was reserved"
+        return holding.num_committed // self.block_size > len(holding.nodes)
 
     def publish(self, sequence_id: int, text: Callable[[int, int], tuple[int, ...]]) -> None:
         """Let others read the blocks that are full by now.
@@ -185,6 +186,12 @@ class CacheManager:
             node = self._tree.insert(parent, tuple(block), holding.block_ids[index], next_token_id)
             self._tree.use(node)
             holding.nodes.append(node)
+            if node.block_id != holding.block_ids[index]:
+                # Somebody computed the same text: one copy is enough, or a sequence that outlives
+                # the other would hold both, and need more memory than it was let in with.
+                self.blocks.give_back([holding.block_ids[index]])
+                holding.block_ids[index] = node.block_id
+                holding.table = None
 
     def take_checkpoint(self, sequence_id: int, position: int) -> int | None:
         """A slot for the sequence's state at `position`; None where there is one already, or none.
@@ -215,7 +222,10 @@ class CacheManager:
 
     def block_ids(self, sequence_id: int) -> tuple[int, ...]:
         """Blocks in order of position; a copy."""
-        return tuple(self._holdings[sequence_id].block_ids)
+        holding = self._holdings[sequence_id]
+        if holding.table is None:
+            holding.table = tuple(holding.block_ids)
+        return holding.table
 
     def release(self, sequence_id: int) -> None:
         """Return everything the sequence holds; what is published stays as long as it can."""
@@ -223,9 +233,8 @@ class CacheManager:
         for index in reversed(range(len(holding.block_ids))):
             if index < len(holding.nodes):
                 self._tree.leave(holding.nodes[index])
-                if holding.nodes[index].block_id == holding.block_ids[index]:
-                    continue
-            self.blocks.give_back([holding.block_ids[index]])
+            else:
+                self.blocks.give_back([holding.block_ids[index]])
         self.slots.give_back([holding.slot])
 
     def clear(self) -> None:
@@ -258,8 +267,7 @@ class CacheManager:
         del self._checkpointed[node]
 
     def _touch(self, node: Node) -> None:
-        del self._checkpointed[node]
-        self._checkpointed[node] = None
+        self._checkpointed.move_to_end(node)
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless pools, tree and holdings agree."""

@@ -1,13 +1,14 @@
 """Which blocks of keys and values hold which text, so that another sequence may read them.
 
-A node is one full block behind the blocks of its parents: its tokens are compared one by one (the
-keys of `children` are the tokens themselves, so a hash is never taken for identity). The draft's
-keys and values of a block's last position were made with the token behind the block, so a node
-remembers that token, and a text that goes on otherwise cannot use the node as its last one.
+A node is one full block behind the blocks of its parents, and the token that followed it: the
+draft's keys and values of a block's last position were made with that token, so a text that goes
+on otherwise needs a node of its own. Tokens are compared one by one: the keys of `children` are the
+tokens themselves, and a hash is never taken for identity.
 """
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -17,7 +18,7 @@ class Node:
     """A cached block.
 
     Attributes:
-        next_token_id: the token behind the block when it was computed.
+        next_token_id: the token behind the block.
         num_users: sequences whose text runs through the node. All of a node's ancestors have at
             least as many.
         checkpoint: slot that holds the recurrent state at the block's end, or None.
@@ -39,7 +40,7 @@ class PrefixTree:
         self._block_size = block_size
         self._roots: dict[tuple[int, ...], Node] = {}
         # In the order in which they were last used, oldest first.
-        self._unused: dict[Node, None] = {}
+        self._unused: OrderedDict[Node, None] = OrderedDict()
 
     @property
     def num_unused(self) -> int:
@@ -55,14 +56,11 @@ class PrefixTree:
         path: list[Node] = []
         children = self._roots
         while (len(path) + 1) * size < len(token_ids):
-            block = tuple(token_ids[len(path) * size : (len(path) + 1) * size])
-            node = children.get(block)
+            node = children.get(tuple(token_ids[len(path) * size : (len(path) + 1) * size + 1]))
             if node is None:
                 break
             path.append(node)
             children = node.children
-        if path and path[-1].next_token_id != token_ids[len(path) * size]:
-            path.pop()  # the one before it is followed by a token that matched
         return path
 
     def insert(
@@ -70,9 +68,10 @@ class PrefixTree:
     ) -> Node:
         """The node of a block behind `parent`: a new one, or one that holds the same text."""
         children = self._roots if parent is None else parent.children
-        node = children.get(token_ids)
+        key = (*token_ids, next_token_id)
+        node = children.get(key)
         if node is None:
-            node = children[token_ids] = Node(block_id, token_ids, next_token_id, parent)
+            node = children[key] = Node(block_id, token_ids, next_token_id, parent)
             self._unused[node] = None
         return node
 
@@ -93,7 +92,7 @@ class PrefixTree:
         node = next(node for node in self._unused if not node.children)
         del self._unused[node]
         siblings = self._roots if node.parent is None else node.parent.children
-        del siblings[node.token_ids]
+        del siblings[(*node.token_ids, node.next_token_id)]
         return node
 
     def nodes(self) -> list[Node]:
