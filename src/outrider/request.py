@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from enum import Enum
 
-from outrider.batch import NO_RULES, FinishReason, LogitRules, Span, Tier
+from outrider.batch import NO_RULES, Effects, FinishReason, LogitRules, Span, Tier
 from outrider.params import SamplingParams
 from outrider.spec.names import DraftSampling
 
@@ -60,6 +60,10 @@ class Sequence:
         num_cached: tokens of the prompt that were found in the prefix cache, when it was admitted.
         proposed_token_ids: drafts waiting on the device, as of the newest result.
         in_flight: spans submitted whose results have not come yet, oldest first.
+        num_committed: tokens of prompt and output.
+        num_sampling: how many spans in flight bring a token or more.
+        max_new_tokens: most tokens that they may bring.
+        known_effects: effects of rounds by drafts verified and drafts wanted, made once each.
     """
 
     sequence_id: int
@@ -77,9 +81,40 @@ class Sequence:
     proposed_token_ids: tuple[int, ...] = ()
     in_flight: list[Span] = field(default_factory=list[Span])
 
-    @property
-    def num_committed(self) -> int:
-        return len(self.request.prompt_token_ids) + len(self.output_token_ids)
+    num_committed: int = 0
+    num_sampling: int = 0
+    max_new_tokens: int = 0
+    known_effects: dict[tuple[int, int], Effects] = field(
+        default_factory=dict["tuple[int, int]", Effects]
+    )
+
+    def __post_init__(self) -> None:
+        self.num_committed = len(self.request.prompt_token_ids) + len(self.output_token_ids)
+
+    def submitted(self, span: Span) -> None:
+        """The span is in flight from now on."""
+        self.in_flight.append(span)
+        if span.effects.samples:
+            self.num_sampling += 1
+            self.max_new_tokens += span.effects.num_drafts + 1
+
+    def returned(self, span: Span) -> None:
+        """The results of the oldest span in flight are here."""
+        assert self.in_flight[0] is span, "results come in the order of submission"
+        del self.in_flight[0]
+        if span.effects.samples:
+            self.num_sampling -= 1
+            self.max_new_tokens -= span.effects.num_drafts + 1
+
+    def lost(self) -> None:
+        """Nothing that is in flight will return."""
+        self.in_flight.clear()
+        self.num_sampling = self.max_new_tokens = 0
+
+    def append(self, token_ids: tuple[int, ...]) -> None:
+        """The text grows."""
+        self.output_token_ids.extend(token_ids)
+        self.num_committed += len(token_ids)
 
     @property
     def num_committed_at_least(self) -> int:
@@ -87,13 +122,7 @@ class Sequence:
 
         Exact where nothing is in flight, and short where a round ended the text.
         """
-        return self.num_committed + sum(span.effects.samples for span in self.in_flight)
-
-    @property
-    def max_new_tokens(self) -> int:
-        """Most tokens that the spans in flight may add."""
-        sampling = (span for span in self.in_flight if span.effects.samples)
-        return sum(span.effects.num_drafts + 1 for span in sampling)
+        return self.num_committed + self.num_sampling
 
     @property
     def num_proposed(self) -> int:

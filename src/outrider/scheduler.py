@@ -101,7 +101,7 @@ class Scheduler:
         batch = Batch(setups, prefill, rounds)
         for span in batch.spans:
             sequence = self.sequence(span.sequence_id)
-            sequence.in_flight.append(span)
+            sequence.submitted(span)
             if span.is_prefill:
                 sequence.num_submitted = span.start + span.num_rows
             if span.effects.samples:
@@ -122,13 +122,12 @@ class Scheduler:
             finish_reason: set when the sequence ends with these tokens.
         """
         sequence = self.sequence(span.sequence_id)
-        assert sequence.in_flight[0] is span, "results come in the order of submission"
-        del sequence.in_flight[0]
+        sequence.returned(span)
         advanced = span.num_rows if span.is_prefill else len(token_ids)
         sequence.num_computed_before = sequence.num_computed
         sequence.num_computed += advanced
         sequence.proposed_token_ids = result.proposed_token_ids
-        sequence.output_token_ids.extend(token_ids)
+        sequence.append(token_ids)
         filled = self.cache.commit(sequence.sequence_id, advanced)
         self._share(sequence, span, result, filled)
         if finish_reason is not None:
@@ -175,7 +174,7 @@ class Scheduler:
             else:
                 self._drop_checkpoint(span)
         for sequence in [s for s in self._running if s.sequence_id in lost]:
-            sequence.in_flight.clear()
+            sequence.lost()
             self._preempt(sequence)
 
     def _drop_checkpoint(self, span: Span) -> None:
@@ -221,20 +220,25 @@ class Scheduler:
         return min(bound, sequence.request.length_limit)
 
     def _effects(self, sequence: Sequence, num_drafts: int) -> Effects:
-        wanted = self._wanted_drafts(sequence)
-        feeds_draft = sequence.request.params.speculation and self.config.num_speculative_tokens > 0
-        limit = sequence.request.length_limit
         request = sequence.request
-        return Effects(
+        num_next = num_drafts_to_propose(
+            self._wanted_drafts(sequence), sequence.num_committed_at_least, request.length_limit
+        )
+        known = sequence.known_effects.get((num_drafts, num_next))
+        if known is not None:
+            return known
+        speculates = request.params.speculation and self.config.num_speculative_tokens > 0
+        effects = sequence.known_effects[num_drafts, num_next] = Effects(
             samples=True,
             num_drafts=num_drafts,
-            feeds_draft=feeds_draft,
-            num_drafts_next=num_drafts_to_propose(wanted, sequence.num_committed_at_least, limit),
+            feeds_draft=speculates,
+            num_drafts_next=num_next,
             tier=request.tier,
             draft_sampling=request.draft_sampling,
             num_logprobs=request.params.logprobs,
             processed_logprobs=request.params.logprobs_mode == "processed",
         )
+        return effects
 
     def _plan_rounds(self) -> tuple[Span, ...] | None:
         """None where memory is short and results in flight may still free some."""
@@ -268,6 +272,7 @@ class Scheduler:
 
     def _round_span(self, sequence: Sequence, num_drafts: int, effects: Effects) -> Span:
         assert sequence.slot is not None
+        checkpoint = self._checkpoint_of_round(sequence)
         return Span(
             sequence_id=sequence.sequence_id,
             slot=sequence.slot,
@@ -276,7 +281,7 @@ class Scheduler:
             token_ids=(),
             next_token_id=None,
             block_ids=self.cache.block_ids(sequence.sequence_id),
-            effects=replace(effects, checkpoint=self._checkpoint_of_round(sequence)),
+            effects=effects if checkpoint is None else replace(effects, checkpoint=checkpoint),
             max_new_tokens=sequence.max_new_tokens,
         )
 
