@@ -10,7 +10,7 @@ from outrider.output import RequestOutput
 from outrider.params import SamplingParams
 from outrider.runner.rounds import Submission
 from tests.harness import make_engine, random_tokens, run_requests, tokens_of
-from tests.trained import trained_folder
+from tests.trained import trained_folder, trained_pair
 
 PROMPTS = [random_tokens(20, 4096, seed) for seed in range(4)]
 
@@ -154,6 +154,41 @@ def test_a_long_prompt_does_not_hold_up_the_rounds_of_others() -> None:
         if output.finished:
             break
     assert len(output.token_ids) > 15
+
+
+def engine_of(method: str, **options: object) -> Engine:
+    if method == "eagle3":
+        target, draft = trained_pair()
+        return make_engine(target, 3, method=method, draft=draft, dtype="float32", **options)
+    num_drafts = 0 if method == "plain" else 3
+    model = trained_folder("tiny-qwen3.5")
+    return make_engine(model, num_drafts, method=method, dtype="float32", **options)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("prefix_cache", [False, True])
+@pytest.mark.parametrize("method", ["plain", "mtp", "eagle3", "ngram"])
+def test_giving_way_after_any_round_changes_no_text(
+    method: str, prefix_cache: bool, temperature: float
+) -> None:
+    params = wish(temperature=temperature, seed=3, draft_sampling="coupled", max_tokens=14)
+    options = {"enable_prefix_caching": prefix_cache, "checkpoint_interval": 16, "prefill_grid": 16}
+    [expected] = tokens_of(run_requests(engine_of(method, **options), PROMPTS[:1], params))
+    for gives_way_after in range(1, 16):
+        engine = engine_of(method, **options)
+        engine.add_request("0", PROMPTS[0], params)
+        outputs: dict[str, RequestOutput] = {}
+        for step in range(60):
+            for output in engine.step():
+                outputs[output.request_id] = output
+            if not engine.has_work:
+                break
+            if step + 1 == gives_way_after:
+                engine.scheduler._preempt(engine.scheduler.sequence(0))
+        assert outputs["0"].token_ids == expected, gives_way_after
+        if engine.scheduler.num_preemptions == 0:
+            break
+    assert gives_way_after > 3 and engine.cache.is_idle
 
 
 @pytest.mark.parametrize("where", ["submit", "collect"])
