@@ -210,7 +210,8 @@ def engine_config(
     """
     length = args.input_len + args.output_len
     # Random prompts share nothing, and keeping their states would cut them into more chunks.
-    options = {"max_model_len": length, "enable_prefix_caching": False} | engine_options(args)
+    options: dict[str, Any] = {"max_model_len": length, "enable_prefix_caching": False}
+    options |= engine_options(args)
     if max_num_seqs is not None:
         options.setdefault("max_num_seqs", max_num_seqs)
     if is_preset(options["model"]):

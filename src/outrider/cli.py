@@ -22,8 +22,10 @@ from typing import Any, NoReturn
 from outrider import bench, check, demo, draft_vocab, render
 from outrider.cli_flags import (
     add_engine_flags,
+    add_flags,
     add_sampling_flags,
     engine_options,
+    given,
     sampling_options,
 )
 from outrider.config import EngineConfig
@@ -31,6 +33,7 @@ from outrider.errors import ConfigError, OutriderError, RequestError
 from outrider.llm import LLM
 from outrider.output import Completion, RequestOutput, total_speculation
 from outrider.params import SamplingParams
+from outrider.server.options import ServerOptions
 
 _OK, _PARTIAL, _USER_ERROR, _INTERRUPTED, _PIPE_CLOSED = 0, 1, 2, 130, 141
 _HEADING_CHARACTERS = 60
@@ -100,6 +103,12 @@ def build_parser() -> argparse.ArgumentParser:
     add_engine_flags(generate)
     add_sampling_flags(generate)
 
+    serve = commands.add_parser("serve", help="serve a model to clients of OpenAI's API")
+    add_engine_flags(serve)
+    add_flags(serve.add_argument_group("server"), ServerOptions)
+    serve.add_argument("--verbose", action="store_true", help="log what the engine does")
+    serve.set_defaults(run=_serve)
+
     examine = commands.add_parser("check", help="is the text the same with speculation?")
     examine.add_argument(
         "--num-tokens", type=int, default=64, metavar="N", help="tokens of each text (64)"
@@ -142,11 +151,11 @@ def _generate(args: argparse.Namespace) -> int:
     prompts = [_read_prompt(source) for source in args.prompts or ()]
     if not prompts:
         raise RequestError("no prompt", hint="give --prompt TEXT or --prompt-file FILE")
-    given = sampling_options(args)
-    if not args.json and not {"logprobs", "prompt_logprobs"}.isdisjoint(given):
+    chosen = sampling_options(args)
+    if not args.json and not {"logprobs", "prompt_logprobs"}.isdisjoint(chosen):
         raise RequestError("log probabilities are shown as JSON only", hint="add --json")
     llm = LLM(**engine_options(args))
-    params = dataclasses.replace(llm.default_params(), **given)
+    params = dataclasses.replace(llm.default_params(), **chosen)
 
     started = time.perf_counter()
     streams = len(prompts) == params.n == 1 and sys.stdout.isatty() and not args.json
@@ -173,6 +182,20 @@ def _generate(args: argparse.Namespace) -> int:
         lines = render.statistics_lines(total_speculation(outputs), seconds)
         print("", *lines, sep="\n", file=sys.stderr)
     return _PARTIAL if failed else _OK
+
+
+def _serve(args: argparse.Namespace) -> int:
+    # What makes no sense is refused first, whether the server's packages are there or not.
+    config = EngineConfig(**engine_options(args))
+    options = ServerOptions(**given(args, ServerOptions))
+    try:
+        from outrider.server.main import serve
+    except ImportError as error:
+        raise ConfigError(
+            f"serve needs a package that is not installed ({error.name})",
+            hint="pip install 'outrider[server]'",
+        ) from error
+    return serve(config, options)
 
 
 def _check(args: argparse.Namespace) -> int:
