@@ -12,6 +12,7 @@ import shlex
 import statistics
 import sys
 from pathlib import Path
+from typing import Any
 
 from outrider.bench_report import (
     ResultFile,
