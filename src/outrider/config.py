@@ -199,7 +199,8 @@ class EngineConfig:
             bits the state is rounded after every token: half the memory and its traffic, and texts
             that are no longer those of float32.
         enable_prefix_caching: keep keys, values and states of computed texts, for requests
-            that begin alike. The text does not depend on it.
+            that begin alike. Exact, except that a hybrid model's state behind generated text is
+            equal to rounding to the one that a prompt would compute.
         num_state_checkpoints: recurrent states that are kept for that, with hybrid models, each of
             the size of a sequence's state.
         checkpoint_interval: tokens between two kept states of one prompt; the last place where it

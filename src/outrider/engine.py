@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from outrider.admission import AdmissionRules
-from outrider.batch import Batch, FinishReason, SpanResult
+from outrider.batch import Batch, FinishReason, Span, SpanResult
 from outrider.cache.manager import CacheManager
 from outrider.checks import check_text
 from outrider.config import EngineConfig
@@ -149,6 +149,7 @@ class Engine:
         self._num_sequences = 0
         self._in_flight: deque[Submission] = deque()
         self._draining = False
+        self._unreported: dict[str, _Live] = {}
         self._look_ahead = 0 if checkpoint.device.type == "cpu" else 1
         if config.look_ahead is not None:
             self._look_ahead = config.look_ahead
@@ -204,20 +205,28 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        return self.scheduler.has_work or bool(self._in_flight)
+        return self.scheduler.has_work or bool(self._in_flight or self._unreported)
 
     def step(self) -> list[RequestOutput]:
         """Run one step; returns the requests that gained tokens or ended.
 
         With look-ahead a step submits one batch and takes in the results of an earlier one, so that
-        the device always has something to do while the host works.
+        the device always has something to do while the host works. A step that fails or is
+        interrupted loses nothing but time: what it left unfinished is computed again.
         """
+        try:
+            return self._step()
+        except BaseException:
+            self._recover()
+            raise
+
+    def _step(self) -> list[RequestOutput]:
         batch = self.scheduler.plan()
-        changed: dict[str, _Live] = {}
+        changed, self._unreported = self._unreported, {}
         if batch is not None and batch.spans:
             self._submit(batch)
             if len(self._in_flight) <= self._look_ahead:
-                return []
+                return self._emit(changed)
         elif not self._in_flight:
             self._fail_head(changed)
         self._commit_oldest(changed)
@@ -266,11 +275,7 @@ class Engine:
         self._draining = False
 
     def _submit(self, batch: Batch) -> None:
-        try:
-            submission = self.runner.submit(batch, self._masks(batch))
-        except BaseException:  # an interrupt, too
-            self._recover(batch)
-            raise
+        submission = self.runner.submit(batch, self._masks(batch))
         self._in_flight.append(submission)
 
     def _commit_oldest(self, changed: dict[str, _Live]) -> None:
@@ -281,49 +286,56 @@ class Engine:
         try:
             results = self.runner.collect(submission)
         except StuckRoundError as error:
-            self._give_up(submission, error, changed)
-        except BaseException:
-            self._recover(submission.batch)
-            raise
-        else:
-            self._commit(submission, results, changed)
+            self._give_up(error, changed)
+            return
+        for span, result in zip(submission.batch.spans, results, strict=True):
+            if self.scheduler.has_ended(span):
+                self.scheduler.discard(span)
+                continue
+            output = self._by_sequence[span.sequence_id]
+            try:
+                self._commit(output, span, result, changed)
+            except Exception as error:  # one text that cannot be handled is not the others' fault
+                logger.exception("request %s failed", output.request.request_id)
+                internal = RequestError(f"a fault while its tokens were taken in ({error!r})")
+                self._fail(output.request, internal, changed)
+                if self.scheduler.has_ended(span):
+                    self.scheduler.discard(span)
 
-    def _recover(self, failed: Batch) -> None:
-        """What the device did of a batch is not known: its sequences begin again, others go on."""
+    def _recover(self) -> None:
+        """After a failure: wait for the device, and begin again from the texts on the host."""
         for submission in self._in_flight:
             self.runner.wait(submission)
-        self.scheduler.restart([failed, *(submission.batch for submission in self._in_flight)])
         self._in_flight.clear()
+        self.scheduler.restart()
+        for live in list(self._live.values()):
+            for output in live.outputs:
+                if output.builder.num_tokens != len(output.sequence.output_token_ids):
+                    error = RequestError("interrupted while its tokens were taken in")
+                    self._fail(live, error, self._unreported)
+                    break
 
-    def _give_up(
-        self, submission: Submission, error: StuckRoundError, changed: dict[str, _Live]
-    ) -> None:
+    def _give_up(self, error: StuckRoundError, changed: dict[str, _Live]) -> None:
         """Results did not come: fail everybody instead of waiting, and say how things stood."""
         report = StuckRoundError(
             f"{error}; sequences: {'; '.join(self.scheduler.describe())}",
             hint="the device does not answer; start the engine anew",
         )
         logger.error("%s", report)
-        lost = (submission, *self._in_flight)
-        self.scheduler.restart(one.batch for one in lost)
         self._in_flight.clear()
+        self.scheduler.restart()
         for live in list(self._live.values()):
             self._fail(live, report, changed)
 
     def _commit(
-        self, submission: Submission, results: list[SpanResult], changed: dict[str, _Live]
+        self, output: _Output, span: Span, result: SpanResult, changed: dict[str, _Live]
     ) -> None:
-        for span, result in zip(submission.batch.spans, results, strict=True):
-            if self.scheduler.has_ended(span):
-                self.scheduler.discard(span)
-                continue
-            output = self._by_sequence[span.sequence_id]
-            token_ids = output.builder.add(result, span.start)
-            self.scheduler.commit(span, result, token_ids, output.builder.finish_reason)
-            if output.matcher is not None:
-                output.matcher.advance(token_ids)
-            if token_ids:
-                changed[output.request.request_id] = output.request
+        token_ids = output.builder.add(result, span.start)
+        self.scheduler.commit(span, result, token_ids, output.builder.finish_reason)
+        if output.matcher is not None:
+            output.matcher.advance(token_ids)
+        if token_ids:
+            changed[output.request.request_id] = output.request
 
     def check_request(self, prompt_token_ids: SequenceABC[int], params: SamplingParams) -> None:
         """Raise what add_request would raise of the prompt and the parameters; queue nothing."""

@@ -219,7 +219,8 @@ class _Inbox:
     def receive(self) -> list[RequestOutput]:
         """What has come for this call, after a step of the engine if nothing had."""
         if not self._received:
-            assert self._engine.has_work, "outputs are awaited and nothing runs"
+            if not self._engine.has_work:
+                raise RequestError("the request was ended, or its outputs taken, by somebody else")
             for output in self._engine.step():
                 inbox = self._inboxes.get(output.request_id)
                 if inbox is not None:

@@ -214,6 +214,11 @@ class OutputBuilder:
             self._text.append(text)
             self._new_text.append(text)
 
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that were taken."""
+        return len(self._token_ids)
+
     def reported(self) -> None:
         """The completion has been handed out: its new text is new no longer."""
         self._new_text = []

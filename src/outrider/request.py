@@ -56,6 +56,7 @@ class Sequence:
         num_computed: positions whose keys, values and recurrent state stand.
         num_computed_before: the same before the newest result.
         num_submitted: how far spans have been submitted of the prefill.
+        num_shared: how far cached blocks hold the same text, state or no state.
         num_kept: position of its newest checkpoint.
         num_cached: tokens of the prompt that were found in the prefix cache, when it was admitted.
         proposed_token_ids: drafts waiting on the device, as of the newest result.
@@ -77,6 +78,7 @@ class Sequence:
     num_computed_before: int = 0
     num_submitted: int = 0
     num_cached: int = 0
+    num_shared: int = 0
     num_kept: int = 0
     proposed_token_ids: tuple[int, ...] = ()
     in_flight: list[Span] = field(default_factory=list[Span])

@@ -13,7 +13,6 @@ truth, does what there is room for. What needs the truth on the host waits for i
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from outrider.batch import Batch, Checkpoint, Effects, FinishReason, SlotSetup, Span, SpanResult
@@ -147,8 +146,8 @@ class Scheduler:
             self.cache.drop_checkpoint(checkpoint.slot)
 
     def _publishes(self, sequence: Sequence) -> bool:
-        if self.config.prefix_unit is None:
-            return False
+        if self.config.prefix_unit is None or sequence.wants_prompt_logprobs:
+            return False  # the latter computes everything itself, and would be given others' blocks
         return sequence.request.params.speculation or self.config.num_speculative_tokens == 0
 
     def discard(self, span: Span) -> None:
@@ -160,22 +159,18 @@ class Scheduler:
             del self._ending[span.sequence_id]
             self.cache.release(span.sequence_id)
 
-    def restart(self, batches: Iterable[Batch]) -> None:
-        """Begin again with sequences whose results are lost, from the text that the host knows.
+    def restart(self) -> None:
+        """Begin again with everybody who runs, from the text that the host knows.
 
-        Args:
-            batches: everything that was in flight; the device works on none of it any more.
+        Only while the device works on nothing of theirs; what was in flight never returns.
         """
-        spans = [span for batch in batches for span in batch.spans]
-        lost = {span.sequence_id for span in spans if not self.has_ended(span)}
-        for span in spans:
-            if self.has_ended(span):
-                self.discard(span)
-            else:
-                self._drop_checkpoint(span)
-        for sequence in [s for s in self._running if s.sequence_id in lost]:
+        for sequence in self._ending.values():
+            self.cache.release(sequence.sequence_id)
+        self._ending.clear()
+        for sequence in list(self._running):
             sequence.lost()
             self._preempt(sequence)
+        self.cache.reclaim()
 
     def _drop_checkpoint(self, span: Span) -> None:
         if span.effects.checkpoint is not None:
@@ -312,32 +307,38 @@ class Scheduler:
         for sequence in prefilling + (list(self._waiting) if may_admit else []):
             if sequence.status is Status.WAITING:
                 match = self._match(sequence)
-                end = self._chunk_end(match.num_tokens, sequence.num_committed, budget)
+                end = self._chunk_end(
+                    match.num_tokens, sequence.num_committed, match.num_shared, budget
+                )
                 if end == match.num_tokens or not self._admit(sequence, match):
                     break
                 setups.append(_setup(sequence, match))
             start = sequence.num_submitted
-            end = self._chunk_end(start, sequence.num_prefill, budget)
+            end = self._chunk_end(start, sequence.num_prefill, sequence.num_shared, budget)
             if end == start:
                 break
             spans.append(self._prefill_span(sequence, start, end))
             budget -= end - start
         return tuple(setups), tuple(spans)
 
-    def _chunk_end(self, start: int, num_prefill: int, budget: int) -> int:
+    def _chunk_end(self, start: int, num_prefill: int, num_shared: int, budget: int) -> int:
         """Where a chunk from `start` may end: the prompt's end, or a point of the grid."""
-        end = min(num_prefill, self._next_checkpoint(start, num_prefill))
+        end = min(num_prefill, self._next_checkpoint(start, num_prefill, num_shared))
         if end - start <= budget:
             return end
         return max((start + budget) // self.config.prefill_grid * self.config.prefill_grid, start)
 
-    def _next_checkpoint(self, start: int, num_prefill: int) -> int:
-        """The first position past `start` at which the recurrent state is worth keeping."""
+    def _next_checkpoint(self, start: int, num_prefill: int, num_shared: int) -> int:
+        """The first position past `start` at which the recurrent state is worth keeping.
+
+        Args:
+            num_shared: where the text parts from what is cached; others may part there too.
+        """
         unit, interval = self.config.prefix_unit, self.config.checkpoint_interval
         if unit is None or not self.cache.wants_checkpoints:
             return num_prefill
         last = (num_prefill - 1) // unit * unit  # a token must be left to compute
-        places = (last, (start // interval + 1) * interval)
+        places = (last, (start // interval + 1) * interval, num_shared)
         return min((place for place in places if start < place <= last), default=num_prefill)
 
     def _take_checkpoint(self, sequence: Sequence, position: int) -> Checkpoint | None:
@@ -374,6 +375,7 @@ class Scheduler:
         self._waiting.remove(sequence)
         sequence.slot, sequence.status = slot, Status.PREFILLING
         sequence.num_prefill = sequence.num_committed
+        sequence.num_shared = match.num_shared
         sequence.num_computed = sequence.num_submitted = match.num_tokens
         if not sequence.output_token_ids:
             sequence.num_cached = match.num_tokens
@@ -387,7 +389,7 @@ class Scheduler:
         effects = self._effects(sequence, 0)
         if not ends_prompt:
             effects = replace(effects, samples=False, num_drafts_next=0)
-        is_due = end == self._next_checkpoint(start, sequence.num_prefill)
+        is_due = end == self._next_checkpoint(start, sequence.num_prefill, sequence.num_shared)
         if is_due and not ends_prompt and self._publishes(sequence):
             effects = replace(effects, checkpoint=self._take_checkpoint(sequence, end))
         if sequence.wants_prompt_logprobs:

@@ -226,3 +226,103 @@ def test_a_step_that_fails_once_changes_no_text(where: str, look_ahead: int, aft
     assert [outputs[str(index)].token_ids for index in range(3)] == expected
     assert engine.cache.is_idle
     engine.cache.check_integrity()
+
+
+@pytest.mark.parametrize("look_ahead", [0, 1])
+@pytest.mark.parametrize(
+    "site",
+    [
+        ("scheduler", "_admit"),
+        ("scheduler", "_prefill_span"),
+        ("scheduler", "commit"),
+        ("scheduler", "_share"),
+        ("cache", "publish"),
+        ("cache", "take_checkpoint"),
+        ("cache", "keep_checkpoint"),
+        ("cache", "reserve"),
+        ("runner", "submit"),
+        ("runner", "collect"),
+    ],
+    ids=".".join,
+)
+@pytest.mark.parametrize("late", [False, True])
+def test_an_interrupt_anywhere_in_a_step_changes_no_text_and_leaks_nothing(
+    site: tuple[str, str], late: bool, look_ahead: int
+) -> None:
+    prompts = [random_tokens(43, 4096, 7), *PROMPTS[:2]]
+    options = {
+        "max_prefill_tokens": 32,
+        "look_ahead": look_ahead,
+        "enable_prefix_caching": True,
+        "prefill_grid": 16,
+        "checkpoint_interval": 16,
+    }
+    expected = tokens_of(run_requests(engine_for(**options), prompts, wish(max_tokens=30)))
+    engine = engine_for(**options)
+    part = getattr(engine, site[0])
+    original, calls = getattr(part, site[1]), 0
+
+    def interrupted(*args: object) -> object:
+        nonlocal calls
+        calls += 1
+        if calls == 3 and not late:
+            raise KeyboardInterrupt
+        result = original(*args)
+        if calls == 3:
+            raise KeyboardInterrupt
+        return result
+
+    setattr(part, site[1], interrupted)
+    for index, prompt in enumerate(prompts):
+        engine.add_request(str(index), prompt, wish(max_tokens=30))
+    outputs: dict[str, RequestOutput] = {}
+    interrupts = 0
+    for _ in range(300):
+        try:
+            for output in engine.step():
+                outputs[output.request_id] = output
+        except KeyboardInterrupt:
+            interrupts += 1
+        if not engine.has_work:
+            break
+    assert interrupts == 1 and sorted(outputs) == ["0", "1", "2"]
+    for index, text in enumerate(expected):
+        output = outputs[str(index)]
+        # Tokens that were half taken in end their request, and no other, with an error.
+        assert output.token_ids == text or output.error is not None
+    assert sum(output.error is not None for output in outputs.values()) <= 1
+    engine.cache.check_integrity()
+    engine.cache.clear()
+    for pool in (engine.cache.blocks, engine.cache.slots, engine.cache.checkpoints):
+        assert pool.num_free == pool.size
+
+
+def test_a_text_that_cannot_be_handled_fails_alone() -> None:
+    expected = tokens_of(run_requests(engine_for(), PROMPTS[:3], wish()))
+    engine = engine_for(look_ahead=1)
+    for index in range(3):
+        engine.add_request(str(index), PROMPTS[index], wish())
+    builder = engine._live["1"].outputs[0].builder
+    add, calls = builder.add, 0
+
+    def broken(*args: object) -> object:
+        nonlocal calls
+        calls += 1
+        if calls == 2:
+            raise UnicodeError("no such character")
+        return add(*args)  # type: ignore[arg-type]
+
+    builder.add = broken  # type: ignore[method-assign, assignment]
+    outputs = run_out(engine)
+    assert "no such character" in str(outputs["1"].error)
+    assert [outputs[i].token_ids for i in ("0", "2")] == [expected[0], expected[2]]
+    assert engine.cache.is_idle
+
+
+def test_a_shared_beginning_is_found_by_the_third_who_has_it() -> None:
+    """The first computes it, the second parts from it and keeps the state, the third goes on."""
+    beginning = random_tokens(100, 4096, 1)
+    prompts = [[*beginning, *random_tokens(40, 4096, seed)] for seed in range(2, 6)]
+    engine = engine_for(enable_prefix_caching=True, prefill_grid=16, max_model_len=300)
+    cached = [run_requests(engine, [prompt], wish())[0].num_cached_tokens for prompt in prompts]
+    assert cached == [0, 0, 96, 96]

@@ -231,7 +231,7 @@ def _sets_up_once(patch: Patch) -> None:
 
 @_mutation("Chunks use the budget up and end anywhere.")
 def _chunks_off_the_grid(patch: Patch) -> None:
-    def chunk_end(_: Scheduler, start: int, num_prefill: int, budget: int) -> int:
+    def chunk_end(_: Scheduler, start: int, num_prefill: int, _shared: int, budget: int) -> int:
         return min(start + budget, num_prefill)
 
     patch.setattr(Scheduler, "_chunk_end", chunk_end)
@@ -279,10 +279,13 @@ def _commits_past_the_stop(patch: Patch) -> None:
     _wrap(patch, Scheduler, "commit", commit)
 
 
-@_mutation("Of all batches in flight, only the one that failed begins again.")
-def _restarts_one_batch(patch: Patch) -> None:
-    def restart(original: Any, scheduler: Scheduler, batches: Any) -> None:
-        original(scheduler, [next(iter(batches))])
+@_mutation("After a failure, one of those that ran goes on as if nothing had happened.")
+def _restarts_all_but_one(patch: Patch) -> None:
+    def restart(original: Any, scheduler: Scheduler) -> None:
+        spared = scheduler._running[:1]
+        del scheduler._running[:1]
+        original(scheduler)
+        scheduler._running[:0] = spared
 
     _wrap(patch, Scheduler, "restart", restart)
 

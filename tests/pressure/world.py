@@ -268,7 +268,7 @@ class World:
         flight = Flight(batch)
         if self._fails():  # nobody knows how far it got
             may_run = [flight] if self.rng.random() < 0.5 else []
-            self._lose(batch, [*self._flights, *may_run])
+            self._lose([*self._flights, *may_run])
             return
         if not self.shape.is_lazy:
             flight.results = self.device.run(batch)
@@ -280,7 +280,7 @@ class World:
             return set()
         flight = self._flights.popleft()
         if self._fails():
-            self._lose(flight.batch, [flight, *self._flights])
+            self._lose([flight, *self._flights])
             return {sequence.sequence_id for sequence in self._sequences}
         if flight.results is None:
             flight.results = self.device.run(flight.batch)
@@ -291,13 +291,13 @@ class World:
     def _fails(self) -> bool:
         return self.rng.random() < self.shape.failure_rate
 
-    def _lose(self, failed: Batch, on_device: list[Flight]) -> None:
+    def _lose(self, on_device: list[Flight]) -> None:
         """Everything in flight begins again, once the device is done with it."""
         self.events["batch lost"] += 1
         for flight in on_device:
             if flight.results is None:
                 self.device.run(flight.batch)
-        self.scheduler.restart([failed, *(flight.batch for flight in self._flights)])
+        self.scheduler.restart()
         self._flights.clear()
 
     def _commit(self, span: Span, result: SpanResult) -> None:

@@ -17,6 +17,11 @@ class IdPool:
     def num_free(self) -> int:
         return len(self._free)
 
+    @property
+    def taken(self) -> list[int]:
+        """Ids that somebody holds."""
+        return sorted(self._taken)
+
     def take(self, count: int) -> list[int] | None:
         """Take `count` ids, or none at all and return None when fewer are free."""
         if count > len(self._free):

@@ -28,11 +28,13 @@ class Match:
     Attributes:
         num_tokens: whole blocks of it, less than the text.
         checkpoint: slot to take the recurrent state from; None for models without.
+        num_shared: tokens whose blocks are cached, of which a state may be missing.
     """
 
     nodes: tuple[Node, ...]
     num_tokens: int
     checkpoint: int | None
+    num_shared: int = 0
 
 
 NO_MATCH = Match((), 0, None)
@@ -105,11 +107,13 @@ class CacheManager:
             return NO_MATCH
         path = self._tree.match(token_ids)
         step = self._prefix_unit // self.block_size
-        for length in range(len(path) // step * step, 0, -step):
+        most = len(path) // step * step
+        for length in range(most, 0, -step):
             checkpoint = path[length - 1].checkpoint
             if checkpoint is not None or not self._needs_checkpoint:
-                return Match(tuple(path[:length]), length * self.block_size, checkpoint)
-        return NO_MATCH
+                num_tokens = length * self.block_size
+                return Match(tuple(path[:length]), num_tokens, checkpoint, most * self.block_size)
+        return Match((), 0, None, most * self.block_size)
 
     def admit(self, sequence_id: int, num_positions: int, match: Match = NO_MATCH) -> int | None:
         """Give the sequence a slot and blocks for its first positions; None, and no trace, if not.
@@ -215,6 +219,11 @@ class CacheManager:
             return
         holding.nodes[index].checkpoint = slot
         self._checkpointed[holding.nodes[index]] = None
+
+    def reclaim(self) -> None:
+        """Give back checkpoints that were taken and belong to no node; nobody will keep them."""
+        kept = {node.checkpoint for node in self._checkpointed}
+        self.checkpoints.give_back([slot for slot in self.checkpoints.taken if slot not in kept])
 
     def drop_checkpoint(self, slot: int) -> None:
         """A slot that was taken is not needed after all."""
