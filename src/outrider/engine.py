@@ -375,6 +375,7 @@ class Engine:
         live = self._live.get(request_id)
         if live is None:
             return None
+        self._unreported.pop(request_id, None)
         for output in live.outputs:
             if output.builder.finish_reason is None:
                 output.builder.abort()
