@@ -5,12 +5,14 @@ same whoever is computed beside it:
 
     tile of 64 or 32 tokens -> leaf of 256 (online softmax) -> group of 4 leaves -> row
 
-each step a fold from the left. One item of work is a leaf or a whole group of one sequence, one
+each step a fold from the left. One item of work is a leaf, a group or all of one sequence, one
 key/value head and 16 packed rows (a row is a token of the round and a query head of the group).
-Which of the two, the device decides from the amount of work, and the bits are the same: softmax
+Which of them, the device decides from the amount of work, and the bits are the same: softmax
 runs in base 2, and the maximum that a leaf's sums refer to is rounded up to an integer at the
-leaf's end, so that every later rescaling is an exact power of two. An item leaves partial sums in
-memory, which `_combine` adds, unless its sequence has no other item.
+leaf's end, so that every later rescaling is an exact power of two. Leaves are for little work,
+which is to reach every multiprocessor. Sequences are taken whole where the program with most to do
+is then no later. An item leaves partial sums in memory, which `_combine` adds, unless its sequence
+has no other item.
 
 Neither the number of rows T nor the batch is known to a compiled kernel. Kernels are compiled
 without contraction of products and sums (enable_fp_fusion=False): two of them that share an
@@ -40,12 +42,13 @@ from outrider.ops.attention.plan import (
 
 LEAF = tl.constexpr(plan.LEAF)
 GROUP = tl.constexpr(plan.GROUP)
+WHOLE = tl.constexpr(plan.WHOLE)
 PACKED_ROWS = 16
 """Rows of an item. One size for all T: the rows of a round are more items, not another kernel."""
 
 
 @triton.jit
-def _cut_batch(p_starts, p_num_rows, batch, units, max_leaf_items, LANES: tl.constexpr):
+def _cut_batch(p_starts, p_num_rows, batch, units, max_leaf_items, programs, LANES: tl.constexpr):
     """(starts, ends, tokens of a cut, cuts of each sequence); a sequence without rows has none.
 
     hopper.py has the same for its dialect; both, and `_combine`, must come to the same cuts.
@@ -54,9 +57,15 @@ def _cut_batch(p_starts, p_num_rows, batch, units, max_leaf_items, LANES: tl.con
     b_starts = tl.load(p_starts + o_b, mask=o_b < batch, other=0).to(tl.int32)
     b_rows = tl.load(p_num_rows + o_b, mask=o_b < batch, other=0).to(tl.int32)
     b_ends = tl.where(b_rows > 0, b_starts + b_rows, 0)
+    num_groups = tl.sum((b_ends + LEAF * GROUP - 1) // (LEAF * GROUP), 0)
+    num_sequences = tl.sum((b_ends > 0).to(tl.int32), 0)
     cut = LEAF
     if tl.sum((b_ends + LEAF - 1) // LEAF, 0) * units > max_leaf_items:
         cut = LEAF * GROUP
+        if programs > 0:
+            turns = tl.cdiv(num_sequences * units, programs)
+            if turns * tl.max(b_ends, 0) <= tl.cdiv(num_groups * units, programs) * cut:
+                cut = WHOLE
     return b_starts, b_ends, cut, (b_ends + cut - 1) // cut
 
 
@@ -65,6 +74,13 @@ def _pool_rows(p_table, o_token, end, head, NUM_HEADS: tl.constexpr, BLOCK: tl.c
     """Rows of the pool, seen as [blocks * heads * BLOCK, D], that hold the positions o_token."""
     b_block = tl.load(p_table + o_token // BLOCK, mask=o_token < end, other=0).to(tl.int64)
     return (b_block * NUM_HEADS + head) * BLOCK + o_token % BLOCK
+
+
+@triton.jit
+def _no_sums(R: tl.constexpr, COLUMNS: tl.constexpr):
+    """(reference, sum of weights, sums of values) of no token."""
+    b_max = tl.full([R], float("-inf"), tl.float32)
+    return b_max, tl.zeros([R], tl.float32), tl.zeros([COLUMNS, R], tl.float32)
 
 
 @triton.jit
@@ -130,7 +146,9 @@ def _leaf(
 
 
 @triton.jit(
-    do_not_specialize=["batch", "num_tokens", "stride_table", "row_tiles", "max_leaf_items"]
+    do_not_specialize=[
+        *("batch", "num_tokens", "stride_table", "row_tiles", "max_leaf_items", "programs")
+    ]
 )
 def _paged_attention(
     p_queries,  # [B, T, NUM_HEADS * SHARE, D]
@@ -141,7 +159,7 @@ def _paged_attention(
     p_gate, stride_gate_b, stride_gate_t, stride_gate_h,  # [B, T, NUM_HEADS * SHARE, D]
     p_part_values,  # [P, D]
     p_part_max, p_part_sum,  # [P]
-    scale, batch, num_tokens, stride_table, row_tiles, max_leaf_items,
+    scale, batch, num_tokens, stride_table, row_tiles, max_leaf_items, programs,
     NUM_HEADS: tl.constexpr, SHARE: tl.constexpr, D: tl.constexpr, COLUMNS: tl.constexpr,
     BLOCK: tl.constexpr, LANES: tl.constexpr, R: tl.constexpr, TOKENS: tl.constexpr,
     STAGES: tl.constexpr, GATED: tl.constexpr, PDL: tl.constexpr,
@@ -156,7 +174,7 @@ def _paged_attention(
         gdc_launch_dependents()
     units = NUM_HEADS * row_tiles
     b_starts, b_ends, cut, b_cuts = _cut_batch(
-        p_starts, p_num_rows, batch, units, max_leaf_items, LANES
+        p_starts, p_num_rows, batch, units, max_leaf_items, programs, LANES
     )
     o_b = tl.arange(0, LANES)
     o_d = tl.arange(0, COLUMNS)
@@ -182,16 +200,18 @@ def _paged_attention(
         b_q = tl.load(p_queries + o_out, mask=inside, other=0.0)
         b_seen = tl.minimum(start + 1 + o_r // SHARE, written)
 
-        b_max = tl.full([R], float("-inf"), tl.float32)
-        b_sum = tl.zeros([R], tl.float32)
-        b_acc = tl.zeros([COLUMNS, R], tl.float32)
+        b_max, b_sum, b_acc = _no_sums(R, COLUMNS)
+        b_max1, b_sum1, b_acc1 = _no_sums(R, COLUMNS)
         for leaf in range(begin, end, LEAF):
             b_max2, b_sum2, b_acc2 = _leaf(
                 b_q, p_keys, p_values, p_tables + i_b.to(tl.int64) * stride_table,
                 leaf, tl.minimum(leaf + LEAF, end), written, b_seen, head, scale,
                 NUM_HEADS, D, COLUMNS, BLOCK, TOKENS, STAGES,
             )  # fmt: skip
-            b_max, b_sum, b_acc = _fold(b_max, b_sum, b_acc, b_max2, b_sum2, b_acc2)
+            b_max1, b_sum1, b_acc1 = _fold(b_max1, b_sum1, b_acc1, b_max2, b_sum2, b_acc2)
+            if (leaf + LEAF) % (LEAF * GROUP) == 0 or leaf + LEAF >= end:
+                b_max, b_sum, b_acc = _fold(b_max, b_sum, b_acc, b_max1, b_sum1, b_acc1)
+                b_max1, b_sum1, b_acc1 = _no_sums(R, COLUMNS)
 
         b_acc = tl.trans(b_acc)
         if written <= cut:
@@ -209,14 +229,14 @@ def _paged_attention(
             tl.store(p_part_sum + o_part, b_sum, mask=o_r < num_tokens * SHARE)
 
 
-@triton.jit(do_not_specialize=["batch", "num_tokens", "row_tiles", "max_leaf_items"])
+@triton.jit(do_not_specialize=["batch", "num_tokens", "row_tiles", "max_leaf_items", "programs"])
 def _combine(
     p_output,  # [B, T, NUM_HEADS * SHARE, D]
     p_starts, p_num_rows,  # [B]
     p_gate, stride_gate_b, stride_gate_t, stride_gate_h,  # [B, T, NUM_HEADS * SHARE, D]
     p_part_values,  # [P, D]
     p_part_max, p_part_sum,  # [P]
-    batch, num_tokens, row_tiles, max_leaf_items,
+    batch, num_tokens, row_tiles, max_leaf_items, programs,
     NUM_HEADS: tl.constexpr, SHARE: tl.constexpr, D: tl.constexpr, COLUMNS: tl.constexpr,
     LANES: tl.constexpr, AT_ONCE: tl.constexpr, GATED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -233,7 +253,7 @@ def _combine(
     o_d = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
     inside = o_d < D
     _, _, cut, b_cuts = _cut_batch(
-        p_starts, p_num_rows, batch, NUM_HEADS * row_tiles, max_leaf_items, LANES
+        p_starts, p_num_rows, batch, NUM_HEADS * row_tiles, max_leaf_items, programs, LANES
     )
     o_b = tl.arange(0, LANES)
     num_cuts = tl.sum(tl.where(o_b == i_b, b_cuts, 0), 0)
@@ -401,7 +421,7 @@ def combine_launch(
     grid = (attending.num_packed, batch * attending.num_kv_heads, parts)
     args = (
         *(attending.output, attending.starts, attending.num_rows, *attending.gate_args),
-        *(*workspace, batch, num_tokens, cut.row_tiles, cut.max_leaf_items),
+        *(*workspace, batch, num_tokens, cut.row_tiles, cut.max_leaf_items, cut.programs),
         *(attending.num_kv_heads, attending.share, attending.head_dim, columns),
         *(cut.lanes, 4, attending.gate is not None, pdl),
     )
@@ -415,7 +435,8 @@ def launch_options(pdl: bool) -> dict[str, bool]:
 
 def round_launches(attending: Attending, card: Card) -> list[Launch]:
     """Items, then their sum; for a batch that `batch_parts` gave."""
-    cut = cut_batch(attending, PACKED_ROWS, 3 * card.num_multiprocessors)
+    programs = 2 * card.num_multiprocessors
+    cut = cut_batch(attending, PACKED_ROWS, 3 * card.num_multiprocessors, programs)
     workspace = cut.workspace(attending)
     batch, num_tokens = attending.queries.shape[:2]
     columns = max(16, triton.next_power_of_2(attending.head_dim))
@@ -427,13 +448,13 @@ def round_launches(attending: Attending, card: Card) -> list[Launch]:
         *(attending.queries, attending.kv_pool[0], attending.kv_pool[1], attending.block_tables),
         *(attending.starts, attending.num_rows, attending.output, *attending.gate_args),
         *(*workspace, attending.scale, batch, num_tokens),
-        *(attending.block_tables.stride(0), cut.row_tiles, cut.max_leaf_items),
+        *(attending.block_tables.stride(0), cut.row_tiles, cut.max_leaf_items, cut.programs),
         *(attending.num_kv_heads, attending.share, attending.head_dim, columns),
         *(attending.block_size, cut.lanes, PACKED_ROWS, 64 if fast else 32),
         *(2 if fast and bytes_per_token <= 256 else 1, attending.gate is not None, pdl),
     )
     options = {"num_warps": 8 if bytes_per_token > 256 else 4, **launch_options(pdl)}
-    items = Launch(_paged_attention, (2 * card.num_multiprocessors,), args, options)
+    items = Launch(_paged_attention, (programs,), args, options)
     return [items, combine_launch(attending, cut, workspace, pdl)]
 
 

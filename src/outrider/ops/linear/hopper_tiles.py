@@ -36,8 +36,6 @@ class Tile(NamedTuple):
     """Whether outputs, not tokens, are the 64-row operand of wgmma."""
     spread: bool
     """Whether each segment of a tile has a program of its own."""
-    ahead: int = 0
-    """Bytes of every weight row, past the ring, sent for to L2 while the kernel in front runs."""
 
     @property
     def rows(self) -> int:
