@@ -40,12 +40,12 @@ from outrider.ops.linear import gated_linear, linear
 from outrider.ops.linear.hopper_tiles import (
     HALF,
     SHARED_MEMORY,
+    WIDTHS,
     Product,
     Tile,
     choose_tile,
     estimate,
     fill_ring,
-    fitting_width,
     tiles,
 )
 from outrider.ops.linear.segments import num_segments
@@ -100,6 +100,12 @@ def skinny_candidates(product: Product) -> Iterator[Tile]:
     if spread:
         yield fill_ring(product, tokens, 64, 128, True, False)
         yield fill_ring(product, tokens, 64, 128, True, False, HALF)
+
+
+def fitting_width(product: Product) -> int:
+    """The fewest outputs a program with which every multiprocessor has one program at most."""
+    fits = (w for w in WIDTHS if -(-product.n // w) <= product.num_multiprocessors)
+    return next(fits, WIDTHS[-1])
 
 
 def wide_candidates(product: Product) -> Iterator[Tile]:

@@ -202,7 +202,7 @@ def portable(case: Case) -> Tensor:
 
 def portable_prefill(case: Case) -> Tensor:
     pytest.importorskip("triton")
-    from outrider.ops.attention.triton import prefill_attention_kernel
+    from outrider.ops.attention.triton_prefill import prefill_attention_kernel
 
     return prefill_attention_kernel(*case.args)
 
@@ -267,11 +267,15 @@ def partial_sums(launches: list[plan.Launch]) -> int:
     return int(scalars[-1].isfinite().sum())
 
 
+@pytest.mark.parametrize("many_rows", [0, 1000])
 @pytest.mark.parametrize("dtype", INTERPRETED, ids=str)
-def test_leaves_groups_and_whole_sequences_have_the_same_bits(dtype: torch.dtype) -> None:
+def test_leaves_groups_and_whole_sequences_have_the_same_bits(
+    dtype: torch.dtype, many_rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip("triton")
-    from outrider.ops.attention.triton import round_launches
+    from outrider.ops.attention import triton as kernels
 
+    monkeypatch.setattr(kernels, "MANY_ROWS", many_rows)
     case = make_case(SMALL_HEADS[0], dtype, [700, 1100], [2, 1], gated=True, device=DEVICE)
     card = plan.Card.of(case.queries)
     results: list[Tensor] = []
@@ -281,7 +285,7 @@ def test_leaves_groups_and_whole_sequences_have_the_same_bits(dtype: torch.dtype
     # turns of 2 programs are 3072, and two without 2202.
     for count in (20, 3, 1):
         output = torch.full_like(case.queries, float("nan"))
-        launches = round_launches(
+        launches = kernels.round_launches(
             plan.Attending(*case.args, output), replace(card, num_multiprocessors=count)
         )
         counts.append(partial_sums(launches))
@@ -314,7 +318,7 @@ def test_portable_prefill_is_the_softmax_of_the_definition(
 
 def test_prefill_by_descriptors_in_the_interpreter() -> None:
     pytest.importorskip("triton")
-    from outrider.ops.attention.triton import prefill_launch
+    from outrider.ops.attention.triton_prefill import prefill_launch
 
     case = make_case(Heads(4, 2, 64), torch.float16, [70], [100], gated=True, device=DEVICE)
     output = torch.full_like(case.queries, float("nan"))

@@ -426,12 +426,14 @@ def test_every_tile_gates(size: tuple[int, int]) -> None:
     k, n = size
     x, weight = random_pair(200, k, n, torch.bfloat16)
     expected = silu_mul(linear(x, weight))
-    segments = num_segments(n, k)
+    product = Product(200, n, k, num_segments(n, k), 132)
     for tile in TILES:
-        if tile.sums > 128 and segments > 1 and not tile.spread:
+        if tile.sums > 128 and product.segments > 1 and not tile.spread:
             continue  # two sets of sums do not fit in the registers
+        if tile.spread and product.num_programs(tile.tokens, tile.outputs, False) > MAX_COUNTERS:
+            continue
         y = torch.full_like(expected, float("nan"))
-        Launch(Product(200, n, k, segments, 132), tile, gated=True)(x, weight, y)
+        Launch(product, tile, gated=True)(x, weight, y)
         assert torch.equal(y, expected), tile
 
 

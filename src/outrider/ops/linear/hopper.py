@@ -182,16 +182,9 @@ def finish(
     """Add what the programs of the other segments have left, if there are any, and store."""
     if SEGMENTS > 1:
         b_sum = add_partials(
-            b_sum,
-            i_segment,
-            p_partials,
-            num_rows - o_token,
-            SEGMENTS,
-            TOKENS,
-            OUTPUTS,
-            FIRST_COLUMN,
-            WEIGHTS_FIRST,
-        )
+            b_sum, i_segment, p_partials, num_rows - o_token,
+            SEGMENTS, TOKENS, OUTPUTS, FIRST_COLUMN, WEIGHTS_FIRST,
+        )  # fmt: skip
     if WEIGHTS_FIRST:
         o_token += FIRST_COLUMN
     else:
@@ -258,16 +251,9 @@ def accumulate(
             mbarrier.expect(filled.index(last_stage), STAGE_BYTES, pred=refill)
             copy_rows(row_desc, row_ring, filled, last_stage, o_row, o_next, refill)
             copy_columns(
-                column_desc,
-                more_desc,
-                column_ring,
-                more_ring,
-                filled,
-                last_stage,
-                o_column,
-                o_next,
-                refill,
-            )
+                column_desc, more_desc, column_ring, more_ring, filled, last_stage,
+                o_column, o_next, refill,
+            )  # fmt: skip
             i_step += 1
             last_stage = stage
             stage += 1
@@ -376,19 +362,9 @@ def linear_hopper_kernel(
             copy_rows(row_desc, row_ring, filled, s, o_row, o_s, inside)
 
     b_sum, b_more = accumulate(
-        row_desc,
-        column_desc,
-        more_desc,
-        row_ring,
-        column_ring,
-        more_ring,
-        filled,
-        o_row,
-        o_column,
-        o_k,
-        num_steps,
-        1 if SPREAD else SEGMENTS,
-    )
+        row_desc, column_desc, more_desc, row_ring, column_ring, more_ring, filled,
+        o_row, o_column, o_k, num_steps, 1 if SPREAD else SEGMENTS,
+    )  # fmt: skip
     PARTS: gl.constexpr = SEGMENTS if SPREAD else 1
     p_partials = partials_ptr
     is_last = True
