@@ -419,6 +419,9 @@ def row_functions(place: Place, num_rows: int) -> dict[str, Callable[[slice], tu
             paired_norms(table, ids[rows], x[rows], weight, weight, EPS, zero_centred=True),
         ),
         "rotary_angles": lambda rows: rotary_angles(ids[rows] * 7919, frequencies, 1.0),
+        "rotary_angles of three": lambda rows: rotary_angles(
+            torch.stack([ids[rows] * n for n in (7919, 31, 1)]), frequencies, 1.0, (11, 11, 10)
+        ),
         "attention_inputs 9B": heads_of("9B"),
         "attention_inputs 8B": heads_of("8B"),
     }
