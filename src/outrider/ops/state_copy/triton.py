@@ -42,7 +42,7 @@ def copy_half_block(p_x, i_block, num_slots, source, target, SIZE: tl.constexpr,
 @triton.jit(
     do_not_specialize=["num_slots"], do_not_specialize_on_alignment=["p_sources", "p_targets"]
 )
-def copy_slots(
+def _copy_slots(
     p_state,  # [slots, STATE]
     p_ring,  # [slots, RING]
     p_keys,  # records [2, slots, KEYS]
@@ -108,5 +108,5 @@ def copy_slots_kernel(
     )
     grid = (num_blocks, sources.shape[0])
     if warmup:
-        return copy_slots.warmup(*arguments, grid=grid, num_warps=4)
-    return copy_slots[grid](*arguments, num_warps=4)
+        return _copy_slots.warmup(*arguments, grid=grid, num_warps=4)
+    return _copy_slots[grid](*arguments, num_warps=4)
