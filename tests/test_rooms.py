@@ -27,6 +27,7 @@ ROOMS = [
     "ops",
 ]
 LEAVES = [
+    "assets",
     "request",
     "batch",
     "metrics",

@@ -196,17 +196,32 @@ def test_what_speculation_did_is_in_every_response(server: Server) -> None:
     assert "".join(entry["text"] for entry in block["tokens"]) == answer["choices"][0]["text"]
     corrected = [entry for entry in block["tokens"] if entry["origin"] == "corrected"]
     assert corrected and all(entry["rejected"] for entry in corrected)
+    rounds = [_counts(entry) for entry in block["round_traces"]]
+    assert rounds[0] == (0, 0, 1, True) and not any(prompt for *_, prompt in rounds[1:])
+    assert sum(emitted for _, _, emitted, _ in rounds) == 24
+    assert (len(rounds), sum(drafted for drafted, *_ in rounds)) == (
+        block["passes"],
+        block["drafted"],
+    )
+    assert all(entry["seconds"] > 0 for entry in block["round_traces"])
 
     chunks = streamed(server, "/v1/completions", body | {"stream_options": {"include_usage": True}})
     entries = [entry for c in chunks for entry in c.get("outrider", {}).get("tokens", [])]
     assert entries == block["tokens"]
-    last = chunks[-2]["outrider"]
-    assert {name: last[name] for name in last if name != "tokens"} == {
-        name: block[name] for name in block if name != "tokens"
+    traces = [entry for c in chunks for entry in c.get("outrider", {}).get("round_traces", [])]
+    assert [_counts(entry) for entry in traces] == rounds
+    last, lists = chunks[-2]["outrider"], {"tokens", "round_traces"}
+    assert {name: last[name] for name in last.keys() - lists} == {
+        name: block[name] for name in block.keys() - lists
     }
     assert (chunks[-1]["choices"], chunks[-1]["usage"]["completion_tokens"]) == ([], 24)
     assert all(chunk["usage"] is None for chunk in chunks[:-1])
     assert joined(chunks) == answer["choices"][0]["text"]
+
+
+def _counts(entry: dict[str, Any]) -> tuple[int, int, int, bool]:
+    """A round's trace without its time, which is another one every time."""
+    return entry["drafted"], entry["accepted"], entry["emitted"], entry["prompt_pass"]
 
 
 def test_speculation_can_be_switched_off_and_capped_by_request(server: Server) -> None:
