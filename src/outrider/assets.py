@@ -7,14 +7,18 @@ import hashlib
 import re
 from importlib import resources
 
-_SHARED = "/* origins.css */"
+_PART = re.compile(r"/\* ([\w.]+\.(?:css|js)) \*/")
+"""Where a page has the text of another file of the folder."""
 
 
 def page(name: str) -> str:
-    """A page of the folder `web`, whole: the style that pages share is put in its place."""
+    """A page of the folder `web` as one document: styles and scripts are put in their places."""
     folder = resources.files("outrider").joinpath("web")
-    text = folder.joinpath(name).read_text(encoding="utf-8")
-    return text.replace(_SHARED, folder.joinpath("origins.css").read_text(encoding="utf-8"))
+
+    def text(part: str) -> str:
+        return folder.joinpath(part).read_text(encoding="utf-8")
+
+    return _PART.sub(lambda place: text(place[1]), text(name))
 
 
 def content_policy(text: str, connects: str = "'none'") -> str:

@@ -26,8 +26,9 @@ _PHASES_KNOWN = (
     "sequences that shared the pass."
 )
 _PHASES_UNKNOWN = (
-    "On a GPU a round is one graph, so that only its whole duration is known, measured on the "
-    "device; a round is placed by when the host saw its results. Others: sequences that shared it."
+    "On a GPU a round runs while the host is elsewhere, mostly as one graph, so that only its "
+    "whole duration is known, measured on the device; it is placed by when the host saw its "
+    "results. Others: sequences that shared it."
 )
 
 

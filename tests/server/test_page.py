@@ -5,7 +5,9 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+import os
 import re
+import signal
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -268,6 +270,15 @@ def test_errors_are_shown_in_the_servers_words_at_their_field(
         assert browser.evaluate(invalid) == name
         browser.fill(f"#{name}", good)
         assert completed(browser, max_tokens="4")
+
+    browser.evaluate("window.extra = {ignore_eos: true}")
+    browser.fill("#max_tokens", "480")
+    browser.click("#start")
+    browser.wait_for("run.tokens.length > 3")
+    os.kill(guarded.engine_pid(), signal.SIGKILL)
+    browser.wait_for(shown)
+    assert browser.evaluate(error).startswith("the engine process has ended")
+    assert browser.evaluate("run.end") == "error"
 
     guarded.stop()
     browser.click("#start")
