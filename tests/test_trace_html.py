@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from outrider import trace_html
+from outrider import trace_file, trace_html
 from outrider.cli import main
 from outrider.trace_file import RecordedOutput, RecordedRound, RecordedRun, RecordedToken
 from tests.browser import Browser
@@ -122,7 +122,7 @@ def entries_of(path: Path, kind: str) -> list[dict[str, Any]]:
 
 
 def test_a_browser_shows_what_the_file_holds(
-    recorded: Path, browser: Browser, tmp_path: Path
+    browser: Browser, recorded: Path, tmp_path: Path
 ) -> None:
     page = tmp_path / "out.html"
     assert main(["trace", str(recorded), "--html", str(page)]) == 0
@@ -177,7 +177,32 @@ def _own(one: dict[str, Any]) -> str:
     return "corrected" if one["accepted"] < len(one["drafts"]) else "bonus"
 
 
-def test_recording_changes_nothing_that_is_printed_and_a_bad_place_is_refused_first(
+def test_a_recorded_run_is_what_was_printed(
+    trained_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "run.jsonl"
+    words = ["generate", str(trained_model), "--prompt", "a", "--prompt", "", "--n", "2"]
+    words += ["--max-tokens", "16", "--temperature", "0.8", "--request-seed", "5", "--stop", "e"]
+    words += ["--dtype", "float32", "--kv-cache-memory-gib", "0.02", "--max-num-seqs", "2"]
+    words += ["--speculative-algorithm", "mtp", "--speculative-num-draft-tokens", "3", "--json"]
+    assert main([*words, "--trace-file", str(path)]) == 1  # one prompt is empty
+    printed = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    texts = [entry for entry in printed if entry["error"] is None]
+    outputs = trace_file.read(path).outputs
+    assert len(outputs) == len(texts) == 2
+    for output, entry in zip(outputs, texts, strict=True):
+        tokens = [token for one in output.rounds for token in one.tokens]
+        assert "".join(token.text for token in tokens) == entry["text"]
+        assert [token.id for token in tokens] == entry["token_ids"]
+        assert output.finish_reason == entry["finish_reason"]
+        stats = entry["speculation"]
+        assert sum(len(one.drafts) for one in output.rounds) == stats["num_drafted"]
+        assert sum(one.accepted for one in output.rounds) == stats["num_accepted"]
+        assert all(one.seconds > 0 and one.sequences >= 1 for one in output.rounds)
+    assert sum(output.rounds[0].prompt_pass for output in outputs) == 2
+
+
+def test_a_place_that_cannot_be_written_is_refused_before_anything_runs(
     trained_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "nowhere" / "run.jsonl"

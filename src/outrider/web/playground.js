@@ -156,7 +156,7 @@ function drawAcceptance() {
     svg.append(drawn("text", {x, y: Y0 + 20, "text-anchor": "middle", class: "quiet"}, i + 1));
   });
   svg.prepend(drawn("polyline", {points: points.join(" "), class: "curve"}));
-  if (!positions.length) svg.append(drawn("text", {x: 225, y: 95, "text-anchor": "middle", class: "quiet"}, "nothing was guessed"));
+  if (!positions.length) svg.append(drawn("text", {x: 225, y: 60, "text-anchor": "middle", class: "quiet"}, "nothing was guessed"));
   fillTable("acceptance-table", positions.map(({rounds, accepted}, i) =>
     [i + 1, rounds, accepted, `${(100 * accepted / rounds).toFixed(1)}%`]));
 }
@@ -169,7 +169,7 @@ function drawSpeed() {
   const top = [1, 2, 5, 10].map((times) => times * unit).find((value) => value >= most);
   axis(svg, top, "");
   if (!speeds.length) {
-    svg.append(drawn("text", {x: 225, y: 95, "text-anchor": "middle", class: "quiet"}, "too few tokens yet"));
+    svg.append(drawn("text", {x: 225, y: 60, "text-anchor": "middle", class: "quiet"}, "too few tokens yet"));
     fillTable("speed-table", []);
     return;
   }
