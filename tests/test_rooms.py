@@ -27,6 +27,7 @@ ROOMS = [
     "ops",
 ]
 LEAVES = [
+    "assets",
     "request",
     "batch",
     "metrics",
@@ -54,6 +55,12 @@ PART_OF = {
     "engine_process": "llm",
     "growing": "llm",
     "render": "cli",
+    "trace_charts": "cli",
+    "trace_command": "cli",
+    "trace_fields": "cli",
+    "trace_file": "cli",
+    "trace_html": "cli",
+    "trace_report": "cli",
     "engine_setup": "engine",
     "structured": "engine",
 }

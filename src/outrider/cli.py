@@ -19,7 +19,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, NoReturn
 
-from outrider import bench, check, demo, draft_vocab, render
+from outrider import bench, check, demo, draft_vocab, render, trace_command
 from outrider.cli_flags import (
     add_engine_flags,
     add_flags,
@@ -100,6 +100,7 @@ def build_parser() -> argparse.ArgumentParser:
         help="all of a file is one prompt, its last newline included; - is standard input",
     )
     generate.add_argument("--json", action="store_true", help="print a JSON object per output")
+    trace_command.add_trace_file(generate)
     add_engine_flags(generate)
     add_sampling_flags(generate)
 
@@ -121,6 +122,9 @@ def build_parser() -> argparse.ArgumentParser:
     draft_vocab.add_arguments(choose)
     choose.add_argument("--verbose", action="store_true", help="log what the command does")
     choose.set_defaults(run=draft_vocab.run)
+
+    trace = commands.add_parser("trace", help="look at a run recorded by generate --trace-file")
+    trace_command.add_arguments(trace)
 
     measure = commands.add_parser("bench", help="measure speed, with random weights where wanted")
     bench.add_commands(measure)
@@ -154,6 +158,7 @@ def _generate(args: argparse.Namespace) -> int:
     chosen = sampling_options(args)
     if not args.json and not {"logprobs", "prompt_logprobs"}.isdisjoint(chosen):
         raise RequestError("log probabilities are shown as JSON only", hint="add --json")
+    trace_command.check(args)
     llm = LLM(**engine_options(args))
     params = dataclasses.replace(llm.default_params(), **chosen)
 
@@ -165,6 +170,7 @@ def _generate(args: argparse.Namespace) -> int:
     else:
         outputs = _run_batch(llm, prompts, params)
     seconds = time.perf_counter() - started
+    trace_command.record(args, llm, prompts, outputs)
 
     if len(outputs) == 1 and outputs[0].error is not None:
         raise outputs[0].error
