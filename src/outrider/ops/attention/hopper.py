@@ -77,11 +77,14 @@ def _cut_batch(p_starts, p_num_rows, batch, units, max_leaf_items, programs, LAN
 
 @gluon.jit
 def _item(item, work, cut, units):
-    """Sequence, unit (head and tile of rows), first and last + 1 token, start and end."""
+    """Sequence, unit (head and tile of rows), first and last + 1 token, start and end.
+
+    Past the last item there is no sequence, and no token.
+    """
     o_b, b_starts, b_ends, b_items, b_after = work
     i_b = gl.sum((b_after <= item).to(gl.int32), 0)
     this = o_b == i_b
-    own = item - gl.sum(gl.where(this, b_after - b_items, 0), 0)
+    own = gl.sum(gl.where(this, item - (b_after - b_items), 0), 0)
     start = gl.sum(gl.where(this, b_starts, 0), 0)
     written = gl.sum(gl.where(this, b_ends, 0), 0)
     begin = own // units * cut
