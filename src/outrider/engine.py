@@ -12,7 +12,12 @@ from outrider.batch import Batch, FinishReason, Span, SpanResult
 from outrider.cache.manager import CacheManager
 from outrider.checks import check_text
 from outrider.config import EngineConfig
-from outrider.engine_setup import plan_engine_memory, refuse_variant_shapes, set_threads
+from outrider.engine_setup import (
+    compile_linears,
+    plan_engine_memory,
+    refuse_variant_shapes,
+    set_threads,
+)
 from outrider.errors import (
     CapacityError,
     DrainingError,
@@ -99,6 +104,7 @@ class Engine:
         if checkpoint.device.type == "cpu":
             set_threads(config.num_threads, sum(p.numel() for p in target.parameters()))
 
+        compile_linears(config, target, drafter)
         plan = plan_engine_memory(config, checkpoint, target, drafter)
         for line in plan.lines():
             logger.info("%s", line)

@@ -1,15 +1,21 @@
-"""What an engine settles before it runs: threads, refused shapes, how memory is divided."""
+"""What an engine settles before it runs: threads, refused shapes, memory, compiled kernels."""
 
 from __future__ import annotations
+
+import logging
+import time
 
 import torch
 
 from outrider.config import EngineConfig
 from outrider.errors import ConfigError
+from outrider.layers.linear import Linear
 from outrider.models.base import CausalLM
 from outrider.models.build import DTYPES, Checkpoint
-from outrider.ops.dispatch import capability
+from outrider.ops.dispatch import capability, uses_kernels
+from outrider.ops.linear.ahead import Projection, compile_ahead
 from outrider.ops.linear.segments import is_invariant
+from outrider.runner.graphs import bucket
 from outrider.runner.memory import (
     MemoryNeeds,
     MemoryPlan,
@@ -19,6 +25,8 @@ from outrider.runner.memory import (
 )
 from outrider.runner.storage import kv_bytes_per_token, state_bytes_per_slot
 from outrider.spec.base import Drafter
+
+logger = logging.getLogger(__name__)
 
 _SMALL_MODEL = 100_000_000
 """Parameters under which threads that wait for each other cost more than they do."""
@@ -76,3 +84,27 @@ def plan_engine_memory(
         num_checkpoints=config.num_state_checkpoints if slot_bytes and config.prefix_unit else 0,
     )
     return plan_memory(measure_budget(config, checkpoint.device), needs)
+
+
+def compile_linears(config: EngineConfig, target: CausalLM, drafter: Drafter | None) -> None:
+    """Have the kernels of the linear layers ready for every size of a round and of a prompt chunk.
+
+    Without this each would be compiled when it is first met, in the middle of serving.
+    """
+    head = target.head_weight
+    if not uses_kernels(head):
+        return
+    begin = time.perf_counter()
+    rounds = {bucket(count) for count in range(1, config.max_num_seqs + 1)}
+    rounds |= {count * (config.num_speculative_tokens + 1) for count in rounds}
+    chunks = {2**power for power in range(6, config.max_prefill_tokens.bit_length())}
+    modules = [module for module in target.modules() if isinstance(module, Linear)]
+    gated = {module.weight.shape for module in modules if module.interleaved}
+    weights = [module.weight for module in modules if module.weight is not head]
+    # A draft's layers are shaped as the target's, or else a kernel too few is compiled here.
+    drafting = (drafter and drafter.step_weights(1)) or ()
+    weights += [weight for weight in drafting if weight.dim() == 2 and weight is not head]
+    projections = [Projection(weight, weight.shape in gated) for weight in weights]
+    projections.append(Projection(head, most_rows=max(rounds)))
+    count = compile_ahead(projections, rounds | chunks)
+    logger.info("%d kernels of linear layers ready in %.1f s", count, time.perf_counter() - begin)

@@ -133,5 +133,10 @@ class CausalLM(nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden after the final norm [R, H] -> [R, V] in the model's dtype."""
+        return linear(hidden, self.head_weight)
+
+    @property
+    def head_weight(self) -> Tensor:
+        """[V, H], the embedding table where the two are tied."""
         head = self.embed_tokens if self.config.tie_word_embeddings else self.lm_head
-        return linear(hidden, head.weight)
+        return head.weight
