@@ -171,6 +171,7 @@ def test_fields_of_the_request_reach_the_server(
     assert "import" not in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_server_that_is_killed_during_an_answer_is_an_error_and_not_the_end(
     terminals: list[Terminal],
 ) -> None:

@@ -15,7 +15,7 @@ from outrider.errors import RequestError
 from outrider.server.chat import ChatPrompt, chat_prompt
 from outrider.server.choices import ChatChoice, CompletionChoice
 from outrider.server.errors import bad_field, from_outrider
-from outrider.server.jobs import Job, RunningJob, answer
+from outrider.server.jobs import Job, answer
 from outrider.server.parsing import CallParser, ChatParser, tool_schemas
 from outrider.server.protocol import (
     ChatRequest,
@@ -67,7 +67,7 @@ async def completions(body: CompletionRequest, request: Request) -> Response:
         traces=bool(body.outrider_trace),
         names={},
     )
-    return await answer(request, await RunningJob.start(job, service), bool(body.stream))
+    return await answer(request, job, service, bool(body.stream))
 
 
 def _prompts(given: str | list[str] | list[int] | list[list[int]]) -> list[str | list[int]]:
@@ -151,7 +151,7 @@ async def chat_completions(body: ChatRequest, request: Request) -> Response:
         traces=bool(body.outrider_trace),
         names={} if body.structured_output else {"structured_output": renamed},
     )
-    return await answer(request, await RunningJob.start(job, service), bool(body.stream))
+    return await answer(request, job, service, bool(body.stream))
 
 
 async def _chat_prompt(service: Service, body: ChatRequest | TokenizeRequest) -> ChatPrompt:
