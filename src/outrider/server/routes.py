@@ -165,7 +165,7 @@ async def _chat_prompt(service: Service, body: ChatRequest | TokenizeRequest) ->
         body.messages,
         tools,
         body.chat_template_kwargs or {},
-        body.add_generation_prompt,
+        body.add_generation_prompt is not False,
     )
 
 
@@ -197,14 +197,16 @@ async def tokenize(body: TokenizeRequest, request: Request) -> Response:
     if (body.prompt is None) == (body.messages is None):
         raise bad_field("prompt", "prompt: give this or messages")
     if body.prompt is None:
+        if body.add_special_tokens is not None:
+            raise bad_field("add_special_tokens", "add_special_tokens: allowed with prompt only")
         token_ids = (await _chat_prompt(service, body)).token_ids
     else:
-        for name in ("tools", "chat_template_kwargs"):
+        for name in ("tools", "chat_template_kwargs", "add_generation_prompt"):
             if getattr(body, name) is not None:
                 raise bad_field(name, f"{name}: allowed with messages only")
         try:
             token_ids = await asyncio.to_thread(
-                service.tokenizer.encode, body.prompt, body.add_special_tokens
+                service.tokenizer.encode, body.prompt, body.add_special_tokens is not False
             )
         except RequestError as error:
             raise from_outrider(error) from error
