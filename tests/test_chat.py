@@ -94,6 +94,7 @@ def test_what_the_model_cannot_take_is_said_and_the_next_message_is_answered(
         (["--url", "http://h/v1", "--api-key", "sécret"], "api_key: allowed: printable ASCII"),
         (["M", "--draft-sampling", "coupled"], "there are no drafts: got '--draft-sampling'"),
         (["M", "--chat-template-kwargs", "[]"], "not a JSON object"),
+        (["M", "--chat-template-kwargs", '{"messages": []}'], "own: got ['messages']"),
         (["M", "--n", "2"], "unrecognized arguments: --n 2"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",

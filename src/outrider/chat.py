@@ -61,6 +61,9 @@ _SPECULATION_FIELDS = {
 }
 """Their names in the object `speculation` of a request."""
 
+_OWN_VARIABLES = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
+"""Of chat templates."""
+
 _OK, _PARTIAL = 0, 1
 _MOST_DRAFTS_SHOWN = 4
 
@@ -108,6 +111,9 @@ def run(args: argparse.Namespace) -> int:
 def _source(args: argparse.Namespace, color: bool) -> Source:
     engine = given(args, EngineConfig)
     sampling = sampling_options(args)
+    own = sorted(_OWN_VARIABLES & set(args.chat_template_kwargs))
+    if own:
+        raise ConfigError("--chat-template-kwargs: these are the conversation's own", got=own)
     if args.url is None:
         if "model" not in engine:
             raise ConfigError("nobody to talk to", hint="name a MODEL, or a server with --url URL")
