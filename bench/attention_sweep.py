@@ -144,7 +144,7 @@ def time_chunk(
 
 def other_tiles(pool: Pool) -> dict[str, Callable[..., object]]:
     """Prompt chunks with tiles that PrefillTile.of did not choose."""
-    from outrider.ops.attention.triton import prefill_launch
+    from outrider.ops.attention.triton_prefill import prefill_launch
 
     def attend(tile: PrefillTile, *args: Any) -> None:
         prefill_launch(Attending(*args, torch.empty_like(args[0])), tile).run()

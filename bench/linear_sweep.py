@@ -11,9 +11,9 @@ find none of them in L2. A cell reads: microseconds of ours / of the library, th
 of 4.2 TB/s where bytes are the limit and in TFLOP/s where products are. With --sweep the best two
 candidates follow, then the tile that is chosen. --chain times a whole layer of Qwen3-8B without
 attention, or of one that has Qwen3.5-9B's wider first projections instead, where a kernel starts
-while the one before ends; with --sweep it also tries other tiles for one projection at a time, and
-how far ahead of the ring weights should be sent for. Kernels are compiled by several processes
-before anything is timed; what is not ready after half of the time is left out.
+while the one before ends; with --sweep it also tries other tiles for one projection at a time.
+Kernels are compiled by several processes before anything is timed; what is not ready after half of
+the time is left out.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from outrider.ops.linear import linear
+from outrider.ops.linear import gated_linear, linear
 from outrider.ops.linear.hopper_tiles import (
     HALF,
     SHARED_MEMORY,
+    WIDTHS,
     Product,
     Tile,
     choose_tile,
     estimate,
     fill_ring,
-    fitting_width,
     tiles,
 )
 from outrider.ops.linear.segments import num_segments
@@ -63,6 +63,7 @@ SHAPES = {
     "fc": (8192, 4096),
     "draft_head": (4096, 32000),
     "head": (4096, 151936),
+    "head_9b": (4096, 248320),
     "down_4b": (9728, 2560),
 }
 """Inner and outer sizes: Qwen3-8B, Qwen3.5-9B, EAGLE3, Qwen3-4B."""
@@ -72,8 +73,6 @@ BYTES_PER_SECOND = 4.2e12
 BYTES_IN_ROTATION = 400 << 20
 NUM_MULTIPROCESSORS = 132
 MAX_CANDIDATES = 12
-AHEAD = (512, 1024, 2048, 4096)
-"""Bytes a row; at 64 outputs and 128 programs 1024 are 2 microseconds of memory traffic."""
 
 
 def candidates(product: Product) -> list[Tile]:
@@ -103,6 +102,12 @@ def skinny_candidates(product: Product) -> Iterator[Tile]:
         yield fill_ring(product, tokens, 64, 128, True, False, HALF)
 
 
+def fitting_width(product: Product) -> int:
+    """The fewest outputs a program with which every multiprocessor has one program at most."""
+    fits = (w for w in WIDTHS if -(-product.n // w) <= product.num_multiprocessors)
+    return next(fits, WIDTHS[-1])
+
+
 def wide_candidates(product: Product) -> Iterator[Tile]:
     """The best by estimate, also with steps of other length or in half of the memory."""
     best = sorted(tiles(product), key=partial(estimate, product))
@@ -130,13 +135,15 @@ def other_ring(
     return fill_ring(product, tile.tokens, tile.outputs, depth, *how, budget)
 
 
-def compile_here(product: Product, tile: Tile, dtype: torch.dtype) -> None:
+def compile_here(product: Product, tile: Tile, dtype: torch.dtype, chain: bool) -> None:
     """In a process of its own: fill Triton's cache on disk with one kernel."""
     from outrider.ops.linear.hopper import Launch
 
     num_rows, n, k = product[:3]
     x, weight = torch.empty(num_rows, k, dtype=dtype), torch.empty(n, k, dtype=dtype)
-    Launch(product, tile).warmup(x, weight, torch.empty(num_rows, n, dtype=dtype))
+    gated = chain and n == SHAPES["gate_up"][1]
+    y = torch.empty(num_rows, n // 2 if gated else n, dtype=dtype)
+    Launch(product, tile, gated).warmup(x, weight, y)
 
 
 def become_compiler() -> None:
@@ -151,7 +158,8 @@ def kernel_key(product: Product, tile: Tile) -> tuple[object, ...]:
     """What a compiled kernel differs in: N and K count only as multiples of 16 or not."""
     one_row = product.num_rows <= tile.tokens
     return (
-        tile._replace(ahead=0),
+        tile,
+        product.n == SHAPES["gate_up"][1],
         product.segments,
         one_row,
         product.n % 16 == 0,
@@ -160,7 +168,7 @@ def kernel_key(product: Product, tile: Tile) -> tuple[object, ...]:
 
 
 def compile_all(
-    jobs: list[tuple[Product, Tile]], dtype: torch.dtype, deadline: float
+    jobs: list[tuple[Product, Tile]], dtype: torch.dtype, chain: bool, deadline: float
 ) -> set[tuple[object, ...]]:
     """Compile jobs, the first ones first, as many as the time allows; returns their kernel_key."""
     distinct = {kernel_key(*job): job for job in reversed(jobs)}
@@ -170,7 +178,7 @@ def compile_all(
     context = multiprocessing.get_context("spawn")
     done: set[tuple[object, ...]] = set()
     with ProcessPoolExecutor(workers, context, become_compiler) as pool:
-        futures = {pool.submit(compile_here, *distinct[key], dtype): key for key in keys}
+        futures = {pool.submit(compile_here, *distinct[key], dtype, chain): key for key in keys}
         try:
             for future in as_completed(futures, timeout=max(1.0, deadline - begin)):
                 if error := future.exception():
@@ -270,10 +278,9 @@ def measure(cell: Cell, sweep: bool, ready: set[Any], deadline: float) -> dict[s
 
 
 def fields(tile: Tile) -> str:
-    """tokens x outputs x depth / stages; w: weights first, s: spread; + bytes sent for ahead."""
+    """tokens x outputs x depth / stages; w: weights first, s: spread."""
     marks = "w" * tile.weights_first + "s" * tile.spread
-    ahead = f"+{tile.ahead}" if tile.ahead else ""
-    return f"{tile.tokens}x{tile.outputs}x{tile.depth}/{tile.stages}{marks}{ahead}"
+    return f"{tile.tokens}x{tile.outputs}x{tile.depth}/{tile.stages}{marks}"
 
 
 FIRST = ("qkv", "gated_qkv", "in_proj")
@@ -316,7 +323,7 @@ class Chain:
             mixed = project(self.first, normed, layer[self.first])[:, :HIDDEN]
             mixed = project("o", mixed, layer["o"])
             normed, stream = add_rms_norm(mixed, stream, self.norm, 1e-6, zero_centred=False)
-            hidden = silu_mul(project("gate_up", normed, layer["gate_up"]))
+            hidden = project("gate_up", normed, layer["gate_up"])
             hidden = project("down", hidden, layer["down"])
         return hidden
 
@@ -328,10 +335,13 @@ class Chain:
         """Microseconds of a layer with certain tiles."""
         from outrider.ops.linear.hopper import Launch
 
-        launches = {name: Launch(product_of(name, len(x)), tile) for name, tile in chosen.items()}
+        launches = {
+            name: Launch(product_of(name, len(x)), tile, name == "gate_up")
+            for name, tile in chosen.items()
+        }
 
         def project(name: str, x: Tensor, weight: Tensor) -> Tensor:
-            y = x.new_empty(len(x), len(weight))
+            y = x.new_empty(len(x), len(weight) // 2 if name == "gate_up" else len(weight))
             launches[name](x, weight, y)
             return y
 
@@ -363,14 +373,23 @@ class Descent:
         return sorted((us, tile) for tile, us in times.items())[:8]
 
 
+def project_by_library(name: str, x: Tensor, weight: Tensor) -> Tensor:
+    y = torch.mm(x, weight.T)
+    return silu_mul(y) if name == "gate_up" else y
+
+
+def project_by_ours(name: str, x: Tensor, weight: Tensor) -> Tensor:
+    return gated_linear(x, weight) if name == "gate_up" else linear(x, weight)
+
+
 def measure_chain(
     chain: Chain, num_rows: int, sweep: bool, ready: set[Any], deadline: float
 ) -> dict[str, Any]:
     """A layer by the library, by ours, and with the best tile for each projection in turn."""
     x = torch.randn(num_rows, HIDDEN, dtype=chain.norm.dtype, device="cuda")
     row: dict[str, Any] = {"first": chain.first, "num_rows": num_rows, "floor_us": chain.floor}
-    row["library_us"] = chain.time(x, lambda name, x, weight: torch.mm(x, weight.T))
-    row["ours_us"] = chain.time(x, lambda name, x, weight: linear(x, weight))
+    row["library_us"] = chain.time(x, project_by_library)
+    row["ours_us"] = chain.time(x, project_by_ours)
     text = f"{row['ours_us']:7.1f} / {row['library_us']:7.1f}  floor {chain.floor:.1f}"
     if sweep:
         descent = Descent(chain, x, ready, deadline)
@@ -378,12 +397,8 @@ def measure_chain(
         names = ("gate_up", "down", "qkv", "o") if chain.first == "qkv" else (chain.first,)
         for name in names:
             row[name] = descent.improve(name, candidates(product_of(name, num_rows)))
-        without = descent.best_us
-        for name in names:
-            found = [descent.best[name]._replace(ahead=ahead) for ahead in AHEAD]
-            row[f"{name} ahead"] = descent.improve(name, found)
         row["best_us"], row["best"] = descent.best_us, descent.best
-        text += f"   {descent.start:7.1f} -> {without:7.1f} -> ahead {descent.best_us:7.1f}"
+        text += f"   {descent.start:7.1f} -> {descent.best_us:7.1f}"
         text += "".join(f"  {name} {fields(tile)}" for name, tile in descent.best.items())
     print(f"chain {chain.first} {num_rows:>5}: {text}", flush=True)
     return row
@@ -419,7 +434,7 @@ def main() -> int:
     if arguments.sweep:
         ranked = [[(p, tile) for tile in candidates(p)] for p in products.values()]
         jobs += [job for jobs in itertools.zip_longest(*ranked) for job in jobs if job]
-    ready = compile_all(jobs, dtype, begin + arguments.seconds / 2)
+    ready = compile_all(jobs, dtype, arguments.chain, begin + arguments.seconds / 2)
     gc.freeze()  # a capture may collect garbage first
     deadline = begin + arguments.seconds
     rows: list[dict[str, Any]] = []

@@ -13,6 +13,7 @@ import argparse
 import json
 import statistics
 from collections.abc import Callable, Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from torch import Tensor
 from outrider.ops.attention_inputs import HeadLayout, HeadNorms
 from outrider.ops.attention_inputs.triton import attention_inputs_kernel
 from outrider.ops.embedding.triton import embed_kernel
+from outrider.ops.gated_delta_rule import DeltaState
 from outrider.ops.paired_norms.triton import paired_norms_kernel
 from outrider.ops.rms_norm.triton import (
     add_rms_norm_kernel,
@@ -31,6 +33,8 @@ from outrider.ops.rms_norm.triton import (
 )
 from outrider.ops.rotary.triton import rotary_angles_kernel
 from outrider.ops.silu_mul.triton import silu_mul_kernel
+from outrider.ops.state_copy.reference import copy_slots_reference
+from outrider.ops.state_copy.triton import copy_slots_kernel
 
 HIDDEN, INTERMEDIATE, VOCABULARY, EPS = 4096, 12288, 32768, 1e-6
 LAYOUTS = {
@@ -38,6 +42,7 @@ LAYOUTS = {
     "9B": (HeadLayout(16, 4, 256, gated=True), 64),
 }
 NUM_BLOCKS, BLOCK_SIZE = 256, 16
+MOST_COPIES = 32
 
 
 def operations(
@@ -98,6 +103,38 @@ def operations(
         )
 
 
+def copies(
+    num_pairs: int, dtype: torch.dtype, device: str = "cuda"
+) -> Iterator[tuple[str, int, Callable[[bool], object]]]:
+    """A layer's state (16 key heads, 32 value heads of 128, 9 rows) from slot to slot, fp32 S."""
+    if num_pairs > MOST_COPIES:
+        return
+    slots, rows, keys, values, dim = 2 * MOST_COPIES, 9, 16, 32, 128
+
+    def zeros(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.zeros(shape, dtype=dtype, device=device)
+
+    ring = zeros(slots, 3 + rows, (2 * keys + values) * dim, dtype=dtype)
+    delta = DeltaState(
+        zeros(slots, values, dim, dim),
+        zeros(2, slots, rows, keys, dim),
+        zeros(2, slots, rows, values, dim),
+        zeros(2, slots, rows, values),
+    )
+    order = torch.randperm(slots, device=device)
+    pairs = order[:num_pairs], order[-num_pairs:]
+    kept, pending = (delta.state, ring), list(vars(delta).values())[1:]
+    for name, copy in (("kernel", copy_slots_kernel), ("separate", copy_slots_reference)):
+        for with_records in (False, True):
+            moved = [*kept, *pending] if with_records else kept
+            num_bytes = 2 * num_pairs * sum(x.nbytes for x in moved) // slots
+            yield (
+                f"state copy, {name}{', records' if with_records else ''}",
+                num_bytes // dtype.itemsize,
+                lambda _, copy=copy, records=with_records: copy(ring, delta, *pairs, records),
+            )
+
+
 def microseconds(call: Callable[[], object], calls: int = 64, repeats: int = 15) -> float:
     """Time of one of `calls` calls captured in a row; median over replays."""
     call()  # compiles
@@ -127,7 +164,7 @@ def main() -> None:
     can_overlap = torch.cuda.get_device_capability()[0] >= 9
     cells: list[dict[str, Any]] = []
     for num_rows in args.rows:
-        for name, elements, call in operations(num_rows, dtype):
+        for name, elements, call in chain(operations(num_rows, dtype), copies(num_rows, dtype)):
             plain = microseconds(lambda call=call: call(False))
             best = microseconds(lambda call=call: call(True)) if can_overlap else plain
             cell = {

@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from tests.browser import Browser, find_browser
 from tests.checkpoints import TinyShape, write_qwen3_5
 
 if not torch.cuda.is_available():
@@ -40,6 +41,17 @@ def one_thread() -> Iterator[None]:
 def trained_model() -> Path:
     """Folder of the small trained model that ships with the repository."""
     return TRAINED_MODEL
+
+
+@pytest.fixture
+def browser(tmp_path: Path) -> Iterator[Browser]:
+    """A browser without a window; the test is skipped where there is none."""
+    program = find_browser()
+    if program is None:
+        pytest.skip("needs Chromium on the PATH (chromium, chromium-browser or google-chrome)")
+    running = Browser(program, tmp_path / "profile")
+    yield running
+    running.close()
 
 
 @pytest.fixture(scope="session")

@@ -131,8 +131,11 @@ MTP = ("--speculative-algorithm", "mtp", "--speculative-draft-vocab", "ids.json"
 WORK = ("--input-len", "8", "--output-len", "8", "--num-iters", "1", "--json", "result.jsonl")
 CACHED = ("--enable-prefix-caching",)
 
+RECORDED = ("MODEL", "--prompt", "def f", "--max-tokens", "4", "--trace-file", "run.jsonl", *SMALL)
+
 RUNS: dict[str, list[tuple[str, ...]]] = {
-    "generate": [("MODEL", "--prompt", "def f", "--max-tokens", "4", *SMALL, *MTP)],
+    "generate": [(*RECORDED, *MTP)],
+    "trace": [("run.jsonl", "--html", "out.html")],
     "chat": [("MODEL", "--max-tokens", "4", "--temperature", "0", *SMALL, *MTP)],
     "serve": [("MODEL", *SMALL, *MTP)],
     "check": [("MODEL", "--num-tokens", "2", "--max-num-seqs", "4", *MTP)],
@@ -163,6 +166,8 @@ def test_every_flag_of_a_command_is_read_when_it_runs(
     monkeypatch.setattr("sys.stdin", io.StringIO("def f\n"))
     monkeypatch.setattr(demo, "load_prompts", lambda: [demo.Prompt("short", "def f")])
     reads = Reads()
+    if command == "trace":
+        assert main(["generate", *(model if word == "MODEL" else word for word in RECORDED)]) == 0
     with reads.noted(monkeypatch):
         if command == "serve":  # its engine, as the engine process loads and runs it
             monkeypatch.setattr("outrider.server.main.serve", _serve_in_this_process)

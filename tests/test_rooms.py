@@ -27,6 +27,7 @@ ROOMS = [
     "ops",
 ]
 LEAVES = [
+    "assets",
     "request",
     "batch",
     "metrics",
@@ -57,6 +58,12 @@ PART_OF = {
     "growing": "llm",
     "http_client": "cli",
     "render": "cli",
+    "trace_charts": "cli",
+    "trace_command": "cli",
+    "trace_fields": "cli",
+    "trace_file": "cli",
+    "trace_html": "cli",
+    "trace_report": "cli",
     "engine_setup": "engine",
     "structured": "engine",
 }

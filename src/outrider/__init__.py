@@ -15,7 +15,7 @@ from outrider.errors import (
 from outrider.llm import LLM
 from outrider.output import Completion, RequestOutput
 from outrider.params import SamplingParams, StructuredOutput
-from outrider.trace import Origin, RoundTrace, SpeculationStats, TokenOrigin
+from outrider.trace import Origin, PassTimes, RoundTrace, SpeculationStats, TokenOrigin
 
 __version__ = "0.1.0"
 
@@ -29,6 +29,7 @@ __all__ = [
     "FinishReason",
     "Origin",
     "OutriderError",
+    "PassTimes",
     "RequestError",
     "RequestOutput",
     "RoundTrace",

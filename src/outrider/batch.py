@@ -6,10 +6,11 @@ prompt, a plain decoding step and a verification are combinations of them.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import IntEnum, StrEnum
 
 from outrider.spec.names import DraftSampling
+from outrider.trace import PassTimes
 
 NULL_BLOCK = 0
 """Block id that rows nobody keeps are written to; never allocated, never read."""
@@ -221,6 +222,7 @@ class SpanResult:
         logprobs: one entry for each of token_ids, where they were asked for.
         prompt_logprobs: one entry for each row of a prompt chunk, about the token after it; one
             fewer where the chunk ends the prompt.
+        times: what the pass took that brought the tokens.
     """
 
     sequence_id: int
@@ -232,6 +234,7 @@ class SpanResult:
     checkpoint_kept: bool = False
     logprobs: tuple[TokenLogprobs, ...] = ()
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    times: PassTimes | None = field(default=None, compare=False)
 
     def with_prompt_logprobs(self, reports: tuple[TokenLogprobs, ...]) -> SpanResult:
         """A copy that holds these."""

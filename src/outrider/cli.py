@@ -19,7 +19,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, NoReturn
 
-from outrider import bench, chat, check, demo, draft_vocab, render
+from outrider import bench, chat, check, demo, draft_vocab, render, trace_command
 from outrider.cli_flags import (
     add_engine_flags,
     add_flags,
@@ -100,6 +100,7 @@ def build_parser() -> argparse.ArgumentParser:
         help="all of a file is one prompt, its last newline included; - is standard input",
     )
     generate.add_argument("--json", action="store_true", help="print a JSON object per output")
+    trace_command.add_trace_file(generate)
     add_engine_flags(generate)
     add_sampling_flags(generate)
 
@@ -125,6 +126,9 @@ def build_parser() -> argparse.ArgumentParser:
     choose.add_argument("--verbose", action="store_true", help="log what the command does")
     choose.set_defaults(run=draft_vocab.run)
 
+    trace = commands.add_parser("trace", help="look at a run recorded by generate --trace-file")
+    trace_command.add_arguments(trace)
+
     measure = commands.add_parser("bench", help="measure speed, with random weights where wanted")
     bench.add_commands(measure)
 
@@ -136,7 +140,7 @@ def build_parser() -> argparse.ArgumentParser:
             "--color",
             choices=("auto", "always", "never"),
             default="auto",
-            help="show each token's origin and the rejected guesses (default: on a terminal)",
+            help="show who chose each token (default: on a terminal)",
         )
         command.add_argument("--verbose", action="store_true", help="log what the engine does")
         command.set_defaults(run=run)
@@ -161,6 +165,7 @@ def _generate(args: argparse.Namespace) -> int:
         raise ConfigError(
             "JSON has no colours", got="--color always", hint="leave it or --json out"
         )
+    trace_command.check(args)
     options = engine_options(args)
     check_drafts(options, chosen)
     llm = LLM(**options)
@@ -174,6 +179,7 @@ def _generate(args: argparse.Namespace) -> int:
     else:
         outputs = _run_batch(llm, prompts, params)
     seconds = time.perf_counter() - started
+    trace_command.record(args, llm, prompts, outputs)
 
     if len(outputs) == 1 and outputs[0].error is not None:
         raise outputs[0].error

@@ -15,7 +15,7 @@ from outrider.batch import FinishReason, TokenLogprobs
 from outrider.config import EngineConfig
 from outrider.errors import OutriderError
 from outrider.params import SamplingParams
-from outrider.trace import RoundTrace
+from outrider.trace import PassTimes, RoundTrace
 
 
 @dataclasses.dataclass(frozen=True)
@@ -142,6 +142,7 @@ class Stats(msgspec.Struct, tag=True, array_like=True, frozen=True):
             are free.
         num_preemptions: sequences that gave up their place, since the start.
         step_seconds: how long each step since the last message took.
+        pass_times: of the passes whose results have come since then.
     """
 
     num_running: int
@@ -149,6 +150,7 @@ class Stats(msgspec.Struct, tag=True, array_like=True, frozen=True):
     kv_usage: float
     num_preemptions: int
     step_seconds: tuple[float, ...] = ()
+    pass_times: tuple[PassTimes, ...] = ()
 
 
 FromEngine = Ready | Failed | Accepted | Refused | Progress | Stats

@@ -211,6 +211,7 @@ class EngineService:
                 kv_usage=1 - cache.num_available / cache.blocks.size,
                 num_preemptions=self._engine.scheduler.num_preemptions,
                 step_seconds=self._steps.take(),
+                pass_times=self._engine.runner.take_times(),
             )
         )
 

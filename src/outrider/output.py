@@ -186,7 +186,9 @@ class OutputBuilder:
         self._token_ids += kept
         self._logprobs += result.logprobs[: len(kept)]
         if kept:
-            self._rounds.append(RoundTrace(result.draft_token_ids, result.num_accepted, len(kept)))
+            self._rounds.append(
+                RoundTrace(result.draft_token_ids, result.num_accepted, len(kept), result.times)
+            )
         return tuple(kept)
 
     def _push(self, token_id: int, *, may_stop: bool) -> bool:

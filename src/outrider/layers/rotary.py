@@ -37,12 +37,23 @@ class RotaryEmbedding(nn.Module):
 
     Frequency i is theta^(-2i / P). With YaRN, frequencies that turn seldom over the trained length
     are divided by its factor, those that turn often are kept, and a ramp joins the two.
+
+    Args:
+        mrope_section: how many frequencies turn with time, height and width, for models whose
+            tokens have three positions. Text has one: all three are equal.
     """
 
     inverse_frequencies: Tensor
 
-    def __init__(self, rotary_dim: int, theta: float, yarn: YarnScaling | None = None) -> None:
+    def __init__(
+        self,
+        rotary_dim: int,
+        theta: float,
+        yarn: YarnScaling | None = None,
+        mrope_section: tuple[int, int, int] | None = None,
+    ) -> None:
         super().__init__()
+        self.mrope_section = mrope_section
         exponents = torch.arange(0, rotary_dim, 2, dtype=torch.float32, device="cpu") / rotary_dim
         frequencies = 1.0 / theta**exponents
         if yarn is not None:
@@ -53,8 +64,8 @@ class RotaryEmbedding(nn.Module):
         self.register_buffer("inverse_frequencies", frequencies, persistent=False)
 
     def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """[R] int64 -> cos, sin, each [R, P] float32."""
-        return rotary_angles(positions, self.inverse_frequencies, self.scale)
+        """[R] int64, or [3, R] where there is an mrope_section -> cos, sin, each [R, P] float32."""
+        return rotary_angles(positions, self.inverse_frequencies, self.scale, self.mrope_section)
 
 
 def _ramp(yarn: YarnScaling, rotary_dim: int, theta: float) -> Tensor:

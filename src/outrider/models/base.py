@@ -98,7 +98,9 @@ class CausalLM(nn.Module):
         self.embed_tokens = Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(layers)
         self.norm = RMSNorm(config.hidden_size, norm)
-        self.rotary = RotaryEmbedding(config.rotary_dim, config.rope_theta, config.yarn)
+        self.rotary = RotaryEmbedding(
+            config.rotary_dim, config.rope_theta, config.yarn, config.mrope_section
+        )
         if not config.tie_word_embeddings:
             self.lm_head = Linear(config.hidden_size, config.vocab_size)
 

@@ -54,9 +54,10 @@ class ModelConfig:
 
     `model_type` names the architecture's file. `layer_types` has one entry for each layer,
     "linear_attention" or "full_attention". `rotary_dim` counts the leading dimensions of a head
-    that are rotated. The linear_* fields and `conv_kernel` are 0 where no layer is a gated delta
-    net. `dtype` is "float32", "bfloat16" or "float16". `sampling_defaults` holds what the
-    checkpoint recommends among temperature, top_k, top_p and min_p. `vision` says that the
+    that are rotated; `mrope_section` says how many frequencies turn with time, height and width
+    where tokens have three positions. The linear_* fields and `conv_kernel` are 0 where no layer is
+    a gated delta net. `dtype` is "float32", "bfloat16" or "float16". `sampling_defaults` holds what
+    the checkpoint recommends among temperature, top_k, top_p and min_p. `vision` says that the
     checkpoint carries a vision tower, which is not loaded.
     """
 
@@ -85,6 +86,7 @@ class ModelConfig:
     sampling_defaults: Mapping[str, float] = field(default_factory=dict[str, float], hash=False)
     vision: bool = False
     yarn: YarnScaling | None = None
+    mrope_section: tuple[int, int, int] | None = None
 
     @classmethod
     def from_hf(cls, path: Path) -> ModelConfig:
@@ -119,7 +121,7 @@ class ModelConfig:
         if head_dim == 0:
             _check_multiple(text, "hidden_size", hidden_size, "num_attention_heads", num_heads)
             head_dim = hidden_size // num_heads
-        rope_theta, rotary_dim, yarn = read_rotary(text, family.rotary_factor, head_dim)
+        rotary = read_rotary(text, family.rotary_factor, head_dim)
         vocab_size = text.positive_int("vocab_size")
         linear = _linear_attention(text) if LINEAR_ATTENTION in layer_types else (0, 0, 0, 0, 0)
         generation = Section("generation_config.json", generation_config or {})
@@ -133,22 +135,23 @@ class ModelConfig:
             num_heads=num_heads,
             num_kv_heads=num_kv_heads,
             head_dim=head_dim,
-            rotary_dim=rotary_dim,
-            rope_theta=rope_theta,
+            rotary_dim=rotary.rotary_dim,
+            rope_theta=rotary.theta,
             linear_num_key_heads=linear[0],
             linear_num_value_heads=linear[1],
             linear_key_head_dim=linear[2],
             linear_value_head_dim=linear[3],
             conv_kernel=linear[4],
             rms_norm_eps=text.positive_float("rms_norm_eps"),
-            max_position_embeddings=_max_positions(text, yarn),
+            max_position_embeddings=_max_positions(text, rotary.yarn),
             tie_word_embeddings=_tied(top, text),
             dtype=_dtype(top, text),
             eos_token_ids=_eos_token_ids((generation, text, top), vocab_size),
             num_mtp_layers=_first_int((text, top), "mtp_num_hidden_layers"),
             sampling_defaults=_sampling_defaults(generation),
             vision=top.section("vision_config") is not None,
-            yarn=yarn,
+            yarn=rotary.yarn,
+            mrope_section=rotary.mrope_section,
         )
 
 

@@ -85,7 +85,7 @@ class Eagle3Config:
             )
         num_heads = layer.positive_int("num_attention_heads")
         head_dim = _head_dim(layer, num_heads, query_rows)
-        theta, rotary_dim, yarn = read_rotary(layer, 1.0, head_dim)
+        rotary = read_rotary(layer, 1.0, head_dim)
         hidden_size = layer.positive_int("hidden_size")
         sections = [top, top.section("eagle_config") or top, layer]
 
@@ -100,9 +100,9 @@ class Eagle3Config:
             num_heads=num_heads,
             num_kv_heads=layer.positive_int("num_key_value_heads", default=num_heads),
             head_dim=head_dim,
-            rotary_dim=rotary_dim,
-            rope_theta=theta,
-            yarn=yarn,
+            rotary_dim=rotary.rotary_dim,
+            rope_theta=rotary.theta,
+            yarn=rotary.yarn,
             rms_norm_eps=layer.positive_float("rms_norm_eps", default=1e-6),
             vocab_size=vocab_size,
             draft_vocab_size=top.positive_int("draft_vocab_size", default=vocab_size),

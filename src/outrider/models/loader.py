@@ -52,7 +52,8 @@ class WeightMap:
             module has, so that it does not claim the other modules' names.
         skip: regular expressions for checkpoint names that nobody wants (vision).
         packed: end of a module's path -> the checkpoint paths, put in its place, whose tensors are
-            concatenated along dim 0. The module names their row counts in `part_sizes`.
+            packed along dim 0. The module names their row counts in `part_sizes`, and in
+            `interleaved` whether their rows take turns.
         renames: beginnings of stripped names, and what stands in their place in the module.
     """
 
@@ -97,11 +98,12 @@ class LoadReport:
 
 @dataclass(frozen=True)
 class _Slot:
-    """A run of rows of a parameter that one checkpoint tensor fills."""
+    """Rows of a parameter that one checkpoint tensor fills: from `start` on, every step-th."""
 
     parameter: str
     start: int
     shape: tuple[int, ...]
+    step: int = 1
 
 
 def load_weights(
@@ -155,7 +157,7 @@ def load_weights(
         slot = slots[part]
         target = parameters[slot.parameter].data
         if slot.shape:
-            target = target.narrow(0, slot.start, slot.shape[0])
+            target = target[slot.start :: slot.step][: slot.shape[0]]
         target.copy_(files.get(name))
     return LoadReport(frozenset(sources.values()), frozenset(skipped))
 
@@ -241,12 +243,14 @@ def _slots(module: nn.Module, weight_map: WeightMap) -> dict[str, _Slot]:
         if parts is None:
             slots[name] = _Slot(name, 0, shape)
             continue
-        sizes = cast(Sequence[int], module.get_submodule(path).part_sizes)
+        owner = module.get_submodule(path)
+        sizes = cast(Sequence[int], owner.part_sizes)
         assert len(sizes) == len(parts) and sum(sizes) == shape[0], f"part_sizes of {path}"
+        step = len(parts) if owner.interleaved else 1
         start = 0
         for part, size in zip(parts, sizes, strict=True):
-            slots[f"{part}.{leaf}"] = _Slot(name, start, (size, *shape[1:]))
-            start += size
+            slots[f"{part}.{leaf}"] = _Slot(name, start, (size, *shape[1:]), step)
+            start += 1 if owner.interleaved else size
     return slots
 
 

@@ -3,20 +3,30 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
+from typing import cast
 
 from outrider.errors import CheckpointError
 from outrider.layers.rotary import YarnScaling
 from outrider.models.reading import Section
 
 
-def read_rotary(
-    text: Section, default_factor: float, head_dim: int
-) -> tuple[float, int, YarnScaling | None]:
-    """(rope_theta, rotary_dim, yarn), from rope_parameters, rope_scaling or the old keys.
+@dataclass(frozen=True)
+class Rotary:
+    """How a model rotates queries and keys; see layers.rotary.
 
-    mrope_section is not read: for text the three positions of a token are equal, and the rotation
-    is the plain one.
+    Attributes:
+        rotary_dim: leading dimensions of a head that are rotated.
     """
+
+    theta: float
+    rotary_dim: int
+    yarn: YarnScaling | None
+    mrope_section: tuple[int, int, int] | None
+
+
+def read_rotary(text: Section, default_factor: float, head_dim: int) -> Rotary:
+    """From rope_parameters, rope_scaling or the old keys, wherever each of them stands."""
     sections = [
         section
         for section in (text.section("rope_parameters"), text.section("rope_scaling"), text)
@@ -47,7 +57,31 @@ def read_rotary(
     theta = with_theta.positive_float("rope_theta")
     if theta <= 1:
         raise CheckpointError(f"{with_theta.name}: rope_theta", got=theta, allowed="more than 1")
-    return theta, rotary_dim, yarn
+    return Rotary(theta, rotary_dim, yarn, _mrope_section(sections, rotary_dim))
+
+
+def _mrope_section(sections: list[Section], rotary_dim: int) -> tuple[int, int, int] | None:
+    """Frequencies for time, height and width, or None where a token has one position."""
+    section = next((s for s in sections if s.get("mrope_section") is not None), None)
+    if section is None:
+        return None
+    if not section.boolean("mrope_interleaved", default=True):
+        raise CheckpointError(
+            f"{section.name}: mrope_interleaved: sections one behind the other are not built yet",
+            got=False,
+            allowed="true, or no such key",
+        )
+    value, half = section.get("mrope_section"), rotary_dim // 2
+    counts = cast(list[object], value) if isinstance(value, list) else []
+    numbers = [n for n in counts if isinstance(n, int) and not isinstance(n, bool) and n >= 0]
+    if len(numbers) != 3 or len(counts) != 3 or sum(numbers) != half:
+        raise CheckpointError(
+            f"{section.name}: mrope_section",
+            got=value,
+            allowed=f"three numbers of frequencies (time, height, width) that add up to {half}, "
+            f"half of the {rotary_dim} dims that are rotated",
+        )
+    return numbers[0], numbers[1], numbers[2]
 
 
 def _yarn(section: Section, text: Section) -> YarnScaling:

@@ -13,6 +13,7 @@ from outrider.ops.philox import Purpose, uniforms
 from outrider.ops.sampling import argmax, race
 from outrider.runner.inputs import PassInputs, Work
 from outrider.runner.slots import SlotTable
+from outrider.runner.timing import PassClock, Phase, lap
 from outrider.sampling.rules import BlockContext
 from outrider.sampling.sampler import sample_rows, target_probs
 from outrider.spec.choose import MODES
@@ -44,12 +45,18 @@ class Decider:
         self._synthetic_rates = synthetic_rates
 
     def decide(
-        self, inputs: PassInputs, work: Work, logits: Tensor, masks: Tensor | None
+        self,
+        inputs: PassInputs,
+        work: Work,
+        logits: Tensor,
+        masks: Tensor | None,
+        clock: PassClock | None,
     ) -> Decision:
         """
         Args:
             logits: [S, T, V].
             masks: [S, T, ceil(V / 32)] int32 from grammars, or None.
+            clock: is told where the decision ends and the commit begins.
         """
         table, slots = self._table, inputs.slots
         ruled = logits
@@ -74,6 +81,7 @@ class Decider:
             if work.verifies_sampled:
                 probs = target_probs(flat, by_row).view(logits.shape)
                 verdict = self._block(inputs, probs, sampled)
+        lap(clock, Phase.VERIFY)
         outcome = commit_round(
             sampled,
             slots,

@@ -87,7 +87,7 @@ class Arriving:
             return cls(numbers, None)
         host = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
         host.copy_(numbers, non_blocking=True)
-        event = torch.cuda.Event()
+        event = torch.cuda.Event(enable_timing=True)  # the end of a pass, see timing.py
         event.record()
         return cls(host, event)
 
@@ -131,7 +131,7 @@ class RoundGraphs:
             program.graph.replay()
         received = program.received.take()
         transfer(program.packed, received)
-        event = torch.cuda.Event()
+        event = torch.cuda.Event(enable_timing=True)
         event.record()
         return Arriving(received, event)
 
@@ -155,3 +155,14 @@ def _without_collection() -> Generator[None]:
     finally:
         if was_enabled:
             gc.enable()
+
+
+def bucket(num_sequences: int) -> int:
+    """Sequences that a round on a GPU is padded to: few sizes, so that few graphs are made."""
+    sizes = (1, 2, 4, 8, 16, 24, 32, 48, 64)
+    return next((s for s in sizes if s >= num_sequences), -(-num_sequences // 32) * 32)
+
+
+def power_of_two(number: int) -> int:
+    """The least one that is not smaller."""
+    return 1 << max(number - 1, 0).bit_length()

@@ -14,6 +14,8 @@ from outrider.batch import FinishReason, Span, SpanResult, TokenLogprobs
 from outrider.errors import StuckRoundError
 from outrider.ops.bookkeeping import NUM_COUNTS
 from outrider.runner.graphs import Arriving
+from outrider.runner.timing import PassClock
+from outrider.trace import PassTimes
 
 LONGEST_WAIT = 120.0
 """Seconds after which a round counts as stuck; the first one compiles kernels before it runs."""
@@ -36,6 +38,7 @@ class PassReport:
     Attributes:
         spans: those that sampled, in the order of the rows; rows past them are padding.
         packed: on the CPU; filled once `arrived` has happened.
+        clock: started with the pass.
         logprobs: by sequence id, of the emitted tokens.
         asking: sequences that asked for a checkpoint.
         kept: 1 for each of them that got it.
@@ -45,6 +48,7 @@ class PassReport:
     packed: Tensor
     layout: ResultLayout
     arrived: torch.cuda.Event | None
+    clock: PassClock
     logprobs: Mapping[int, tuple[TokenLogprobs, ...]] = field(
         default_factory=dict[int, tuple[TokenLogprobs, ...]]
     )
@@ -52,9 +56,11 @@ class PassReport:
     kept: Tensor | None = None
 
     @classmethod
-    def of(cls, spans: Sequence[Span], arriving: Arriving, layout: ResultLayout) -> PassReport:
+    def of(
+        cls, spans: Sequence[Span], arriving: Arriving, layout: ResultLayout, clock: PassClock
+    ) -> PassReport:
         """Results that have been sent."""
-        return cls(tuple(spans), arriving.packed, layout, arriving.event)
+        return cls(tuple(spans), arriving.packed, layout, arriving.event, clock)
 
     def with_kept(self, sequence_ids: tuple[int, ...], kept: Arriving) -> PassReport:
         """With the checkpoints that sequences asked for, and which were kept.
@@ -66,14 +72,17 @@ class PassReport:
     def with_logprobs(self, logprobs: Mapping[int, tuple[TokenLogprobs, ...]]) -> PassReport:
         return dataclasses.replace(self, logprobs=logprobs) if logprobs else self
 
-    def results(self) -> dict[int, SpanResult]:
-        """By sequence id; waits for the copy."""
-        self.wait()
+    def times(self) -> PassTimes:
+        """What the pass took; after `wait`."""
+        return self.clock.times(self.arrived)
+
+    def results(self, times: PassTimes) -> dict[int, SpanResult]:
+        """By sequence id; after `wait`."""
         flags: list[int] = [] if self.kept is None else self.kept.tolist()
         kept = {number for number, flag in zip(self.asking, flags, strict=True) if flag}
         rows: list[list[int]] = self.packed.tolist()
         return {
-            span.sequence_id: self._result(span, row, span.sequence_id in kept)
+            span.sequence_id: self._result(span, row, times, span.sequence_id in kept)
             for span, row in zip(self.spans, rows, strict=False)  # the rest is padding
         }
 
@@ -90,7 +99,9 @@ class PassReport:
                 )
             time.sleep(POLL_SECONDS)
 
-    def _result(self, span: Span, row: list[int], checkpoint_kept: bool) -> SpanResult:
+    def _result(
+        self, span: Span, row: list[int], times: PassTimes, checkpoint_kept: bool
+    ) -> SpanResult:
         num_accepted, num_emitted, stopped, at_limit, num_drafts, num_proposed = row[:NUM_COUNTS]
         tokens = row[NUM_COUNTS:]
         drafts = tokens[self.layout.num_verified :]
@@ -105,4 +116,5 @@ class PassReport:
             proposed_token_ids=tuple(proposed[:num_proposed]),
             checkpoint_kept=checkpoint_kept,
             logprobs=self.logprobs.get(span.sequence_id, ()),
+            times=times,
         )

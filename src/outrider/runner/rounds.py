@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -13,21 +14,26 @@ from outrider.layers.rows import LayerCache, LayerCacheSpec
 from outrider.models.base import CausalLM, TargetOutput
 from outrider.ops.bookkeeping import store_proposal
 from outrider.runner.decide import Decider, Decision
-from outrider.runner.graphs import Arriving, RoundGraphs, RoundKey
+from outrider.runner.graphs import Arriving, RoundGraphs, RoundKey, bucket, power_of_two
 from outrider.runner.inputs import InputBuilder, PassInputs, Work, round_numbers
 from outrider.runner.logprobs import emitted_logprobs, prompt_logprobs
 from outrider.runner.results import PassReport, ResultLayout
 from outrider.runner.slots import SlotTable, to_device
 from outrider.runner.storage import StorageSize, allocate_caches, copy_states, keep_states
+from outrider.runner.timing import PassClock, Phase, lap
 from outrider.spec.base import Drafter, Frontier
 from outrider.spec.choose import DraftChooser, Proposal
 from outrider.spec.names import DraftSampling
+from outrider.trace import PassTimes
 
 Masks = dict[int, Tensor]
 """Grammar masks by sequence id: [rows, ceil(V / 32)] int32, one row for each verified row."""
 
 MIN_TABLE_WIDTH = 32
 """Columns of the smallest block table of a graph: wider ones double, so that there are few."""
+
+_MOST_TIMES = 1024
+"""Passes whose times are kept for whoever asks."""
 
 _ARGMAX_ONLY = frozenset((DraftSampling.ARGMAX,))
 
@@ -95,6 +101,7 @@ class Runner:
             self.slots, None if rates is None else torch.tensor(rates, device=device)
         )
         self._graphs = RoundGraphs(self._replayable_round, device) if options.use_graphs else None
+        self._times: deque[PassTimes] = deque(maxlen=_MOST_TIMES)
 
     def _allocate(self, specs: Sequence[LayerCacheSpec]) -> tuple[LayerCache, ...]:
         options = self.options
@@ -117,13 +124,15 @@ class Runner:
         reports: list[PassReport] = []
         prompts: dict[int, tuple[TokenLogprobs, ...]] = {}
         if batch.prefill:
+            sampling = tuple(span for span in batch.prefill if span.effects.samples)
+            clock = PassClock(self.options.device, len(sampling), is_round=False)
             inputs = self._inputs.prefill(batch.prefill)
             work = self._work(batch.prefill, is_round=False)
             output = self._target_pass(inputs)
             prompts = self._prompt_logprobs(batch.prefill, inputs, output)
-            sampling = tuple(span for span in batch.prefill if span.effects.samples)
             if sampling:
-                reports.append(self._speculate(sampling, inputs, work, output, masks or {}))
+                report = self._speculate(sampling, inputs, work, output, masks or {}, clock)
+                reports.append(report)
             else:
                 assert inputs.next_token_ids is not None, "a prompt chunk"
                 self._feed(inputs, work, output, inputs.next_token_ids)
@@ -184,7 +193,10 @@ class Runner:
         """Wait for a batch; one result for each of its spans, in the order of batch.spans."""
         results: dict[int, SpanResult] = {}
         for report in submission.reports:
-            results.update(report.results())
+            report.wait()
+            times = report.times()
+            self._times.append(times)
+            results.update(report.results(times))
         for sequence_id, reports in submission.prompt_logprobs.items():
             result = results.get(sequence_id, SpanResult(sequence_id))
             results[sequence_id] = result.with_prompt_logprobs(reports)
@@ -192,6 +204,12 @@ class Runner:
             results.get(span.sequence_id, SpanResult(span.sequence_id))
             for span in submission.batch.spans
         ]
+
+    def take_times(self) -> tuple[PassTimes, ...]:
+        """Of the passes collected since the last call, the newest 1024 of them."""
+        taken = tuple(self._times)
+        self._times.clear()
+        return taken
 
     def _work(self, spans: Sequence[Span], *, is_round: bool) -> Work:
         effects = [span.effects for span in spans]
@@ -204,7 +222,7 @@ class Runner:
         if tier is Tier.FULL or reads_history:
             history_len = max(span.num_committed_at_most for span in spans)
             if self.options.device.type == "cuda":  # few lengths, few graphs
-                history_len = min(_power_of_two(history_len), self.options.max_model_len)
+                history_len = min(power_of_two(history_len), self.options.max_model_len)
         return Work(
             tier=tier,
             draft_modes=frozenset(effect.draft_sampling for effect in effects),
@@ -215,29 +233,30 @@ class Runner:
         )
 
     def _round(self, spans: Sequence[Span], masks: Masks) -> PassReport:
+        clock = PassClock(self.options.device, len(spans), is_round=True)
         work = self._work(spans, is_round=True)
         num_rows, most_rows = len(spans), max(span.num_rows for span in spans)
         width = max(len(span.block_ids) for span in spans)
         if self.options.device.type == "cuda":
-            num_rows = _bucket(num_rows)
+            num_rows = bucket(num_rows)
             most = -(-self.options.max_model_len // self.options.size.block_size)
-            width = min(max(_power_of_two(width), MIN_TABLE_WIDTH), most)
+            width = min(max(power_of_two(width), MIN_TABLE_WIDTH), most)
             most_rows = 1 if most_rows == 1 else self.options.size.max_rows
         numbers = round_numbers(spans, num_rows, width)
         plain = work.tier is not Tier.FULL and not any(s.effects.reports_logprobs for s in spans)
         if self._graphs is not None and plain:
             key = RoundKey(num_rows, most_rows, width, work, self.slots.layout)
             arriving = self._graphs.run(key, numbers)
-            return PassReport.of(spans, arriving, _layout(work, most_rows))
+            return PassReport.of(spans, arriving, _layout(work, most_rows), clock)
         if numbers.device != self.options.device:
             numbers = numbers.pin_memory().to(self.options.device, non_blocking=True)
         inputs = self._inputs.rounds(numbers, most_rows)
-        return self._speculate(spans, inputs, work, self._target_pass(inputs), masks)
+        return self._speculate(spans, inputs, work, self._target_pass(inputs), masks, clock)
 
     def _replayable_round(self, key: RoundKey, numbers: Tensor) -> Tensor:
         """Packed results of a whole round; reads and writes the device only."""
         inputs = self._inputs.rounds(numbers, key.num_verified)
-        return self._decide_and_draft(inputs, key.work, self._target_pass(inputs), None)[1]
+        return self._decide_and_draft(inputs, key.work, self._target_pass(inputs), None, None)[1]
 
     def _target_pass(self, inputs: PassInputs) -> TargetOutput:
         layers = () if self.drafter is None else self.drafter.taps.layers
@@ -250,22 +269,34 @@ class Runner:
         work: Work,
         output: TargetOutput,
         masks: Masks,
+        clock: PassClock,
     ) -> PassReport:
         stacked = _stack_masks(spans, inputs, masks, self.target.config.vocab_size)
-        decision, packed = self._decide_and_draft(inputs, work, output, stacked)
+        decision, packed = self._decide_and_draft(inputs, work, output, stacked, clock)
         layout = _layout(work, inputs.num_verified)
-        report = PassReport.of(spans, Arriving.send(packed), layout)
+        report = PassReport.of(spans, Arriving.send(packed), layout, clock)
         return report.with_logprobs(emitted_logprobs(spans, decision, self.slots.sampling))
 
     def _decide_and_draft(
-        self, inputs: PassInputs, work: Work, output: TargetOutput, masks: Tensor | None
+        self,
+        inputs: PassInputs,
+        work: Work,
+        output: TargetOutput,
+        masks: Tensor | None,
+        clock: PassClock | None,
     ) -> tuple[Decision, Tensor]:
-        """Verify, commit and draft; what was decided, and the packed results."""
+        """Verify, commit and draft; what was decided, and the packed results.
+
+        Args:
+            clock: None inside a graph, which runs without the host.
+        """
         shape = (inputs.num_sampling, inputs.num_verified)
         verified = output.hidden if inputs.last_rows is None else output.hidden[inputs.last_rows]
         logits = self.target.logits(verified).view(*shape, -1)
-        decision = self._decider.decide(inputs, work, logits, masks)
+        decision = self._decider.decide(inputs, work, logits, masks, clock)
+        lap(clock, Phase.COMMIT)
         proposal = self._draft(inputs, work, output, decision)
+        lap(clock, Phase.DRAFT)
         packed = store_proposal(
             decision.outcome,
             inputs.slots,
@@ -274,6 +305,7 @@ class Runner:
             None if proposal is None else (proposal.token_ids, proposal.num_drafts),
             self.slots.tensors,
         )
+        lap(clock, Phase.COMMIT)
         return decision, packed
 
     def _feed(
@@ -347,16 +379,6 @@ class Runner:
 
 def _layout(work: Work, num_verified: int) -> ResultLayout:
     return ResultLayout(num_verified, work.max_drafts_next if work.feeds_draft else 0)
-
-
-def _bucket(num_sequences: int) -> int:
-    """Sequences that a round on a GPU is padded to: few sizes, so that few graphs are made."""
-    sizes = (1, 2, 4, 8, 16, 24, 32, 48, 64)
-    return next((s for s in sizes if s >= num_sequences), -(-num_sequences // 32) * 32)
-
-
-def _power_of_two(number: int) -> int:
-    return 1 << max(number - 1, 0).bit_length()
 
 
 def _stack_masks(

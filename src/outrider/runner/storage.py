@@ -16,6 +16,7 @@ from outrider.layers.rows import (
     LayerCacheSpec,
 )
 from outrider.ops.gated_delta_rule import DeltaState, PendingRecords, delta_replay
+from outrider.ops.state_copy import copy_slots
 
 
 @dataclass(frozen=True)
@@ -112,13 +113,12 @@ def _allocate_delta(
 def copy_states(caches: Iterable[LayerCache], sources: torch.Tensor, targets: torch.Tensor) -> None:
     """Copy what recurrent layers hold of the slots `sources` [N] to `targets` [N].
 
-    Records are left out: nothing may be pending for the sources. The convolution's ring is indexed
-    by position, so it stands for the same position in its new place.
+    Records are left out: nothing may be pending for the sources. Targets are distinct, and none is
+    a source.
     """
     for cache in caches:
         if isinstance(cache, DeltaCache):
-            for tensor in (cache.delta.state, cache.conv_ring):
-                tensor.index_copy_(0, targets, tensor.index_select(0, sources))
+            copy_slots(cache.conv_ring, cache.delta, sources, targets, with_records=False)
 
 
 def keep_states(
@@ -149,11 +149,7 @@ def keep_states(
     pending.num_accepted_rows[targets] = torch.where(kept, rows, 0)
     for cache in caches:
         if isinstance(cache, DeltaCache):
-            delta = cache.delta
-            for tensor in (delta.state, cache.conv_ring):
-                tensor.index_copy_(0, targets, tensor.index_select(0, slots))
-            for records in (delta.record_keys, delta.record_updates, delta.record_decays):
-                records.index_copy_(1, targets, records.index_select(1, slots))
-            delta_replay(delta, pending, targets)
+            copy_slots(cache.conv_ring, cache.delta, slots, targets, with_records=True)
+            delta_replay(cache.delta, pending, targets)
     pending.num_accepted_rows[targets] = 0
     return kept.long()

@@ -12,6 +12,7 @@ from starlette.types import ASGIApp
 from outrider.server.errors import add_handlers
 from outrider.server.middleware import ApiKeys, BodyLimit, RequestLog
 from outrider.server.options import ServerOptions
+from outrider.server.page import router as page_router
 from outrider.server.routes import router
 from outrider.server.service import Service
 
@@ -27,6 +28,7 @@ def build_app(service: Service) -> ASGIApp:
     app = FastAPI(title="Outrider", version=_version(), docs_url=None, redoc_url=None)
     app.state.service = service
     app.include_router(router)
+    app.include_router(page_router)
     add_handlers(app)
     guarded = ApiKeys(BodyLimit(app), api_keys(service.options), OPEN_PATHS)
     return RequestLog(guarded, _QUIET_PATHS)

@@ -17,6 +17,7 @@ from outrider.server.token_text import (
     OriginTrace,
     TokenTexts,
     chat_logprobs,
+    round_entry,
 )
 from outrider.tokenizer import Tokenizer
 
@@ -31,6 +32,7 @@ class Addition:
         reasoning, content, calls: of a chat.
         logprobs: in the endpoint's form; None where there is nothing to say.
         trace: of tokens, where it was asked for.
+        round_traces: of passes that emitted tokens, likewise; tokens may be held back longer.
         finish_reason: set with the last addition.
     """
 
@@ -41,6 +43,7 @@ class Addition:
     calls: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
     logprobs: dict[str, Any] | None = None
     trace: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
+    round_traces: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
     finish_reason: str | None = None
 
     @property
@@ -53,6 +56,7 @@ class Addition:
             or self.calls
             or self.logprobs
             or self.trace
+            or self.round_traces
             or self.finish_reason
         )
 
@@ -65,6 +69,7 @@ class _Choice:
         self._num_given = 0
         self._num_logprobs = 0
         self._trace = OriginTrace(tokenizer) if traces else None
+        self._num_rounds = 0
 
     def _begin(self, completion: Completion) -> tuple[Addition, str, tuple[TokenLogprobs, ...]]:
         new_text = completion.text[self._num_given :]
@@ -74,6 +79,9 @@ class _Choice:
         addition = Addition(self._index)
         if self._trace is not None:
             addition.trace = self._trace.push(completion)
+            new_rounds = completion.rounds[self._num_rounds :]
+            addition.round_traces = [round_entry(trace) for trace in new_rounds]
+            self._num_rounds = len(completion.rounds)
         return addition, new_text, logprobs
 
 

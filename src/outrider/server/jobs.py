@@ -182,6 +182,9 @@ class RunningJob:
         block = speculation(outputs)
         if job.traces:
             block["tokens"] = [entry for addition in additions for entry in addition.trace]
+            block["round_traces"] = [
+                entry for addition in additions for entry in addition.round_traces
+            ]
         return job.heading.response() | {
             "choices": [whole_choice(addition, job.heading.is_chat) for addition in additions],
             "usage": usage(outputs),
@@ -202,7 +205,9 @@ class RunningJob:
                 if addition.is_empty or addition.index in ended:
                     continue
                 chunk = job.heading.chunk() | {"choices": [chunk_choice(addition, is_chat)]} | extra
-                block: dict[str, Any] = {"tokens": addition.trace} if job.traces else {}
+                block: dict[str, Any] = {}
+                if job.traces:
+                    block = {"tokens": addition.trace, "round_traces": addition.round_traces}
                 if addition.finish_reason is not None:
                     ended.add(addition.index)
                     if len(ended) == job.num_sequences:

@@ -23,6 +23,7 @@ LOG_SECONDS = 10.0
 _LATENCIES = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
 _TOKEN_TIMES = (0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0, 5.0)
 _ROUND_TIMES = (0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.1, 0.25, 1.0)
+_PHASE_TIMES = (0.0001, 0.00025, 0.0005, *_ROUND_TIMES)
 _LENGTHS = tuple(float(2**power) for power in range(18))
 
 
@@ -114,6 +115,17 @@ class Metrics:
         )
         self._latency = histogram("e2e_request_latency_seconds", "of whole requests", _LATENCIES)
         self._round_time = histogram("round_duration_seconds", "of engine steps", _ROUND_TIMES)
+        self._device_time = histogram(
+            "round_device_seconds", "of rounds from first operation to results", _PHASE_TIMES
+        )
+        self._phase_times = [
+            histogram(f"{name}_duration_seconds", f"{about}; nothing where not known", _PHASE_TIMES)
+            for name, about in (
+                ("verify", "target pass and decision of a round"),
+                ("commit", "commit of a round"),
+                ("draft", "draft steps of a round"),
+            )
+        ]
         self._prompt_length = histogram("request_prompt_tokens", "prompt tokens", _LENGTHS)
         self._output_length = histogram("request_generation_tokens", "output tokens", _LENGTHS)
 
@@ -192,6 +204,11 @@ class Metrics:
         self._num_preemptions_before = stats.num_preemptions
         for seconds in stats.step_seconds:
             self._round_time.observe(seconds)
+        for times in stats.pass_times:
+            if times.is_round:
+                self._device_time.observe(times.seconds)
+                for histogram, seconds in zip(self._phase_times, times.parts or (), strict=False):
+                    histogram.observe(seconds)
 
     def _set_stats(self, stats: Stats) -> None:
         self._stats = stats

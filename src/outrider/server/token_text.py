@@ -197,3 +197,15 @@ class OriginTrace:
             self._waiting.popleft()
             self._num_given += len(entry["text"])
             yield entry
+
+
+def round_entry(trace: RoundTrace) -> dict[str, Any]:
+    """One pass that emitted tokens, in numbers."""
+    times = trace.times
+    return {
+        "drafted": len(trace.draft_token_ids),
+        "accepted": trace.num_accepted,
+        "emitted": trace.num_emitted,
+        "prompt_pass": times is not None and not times.is_round,
+        "seconds": None if times is None else times.seconds,
+    }

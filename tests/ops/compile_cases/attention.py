@@ -45,10 +45,10 @@ def round_case(name: str, module: Any, attending: Attending, card: Card) -> Case
 
 
 def prefill_case(name: str, attending: Attending, card: Card) -> Case:
-    from outrider.ops.attention import triton as portable
+    from outrider.ops.attention.triton_prefill import prefill_launch
 
     tile = PrefillTile.of(attending, card)
-    return Case(name, lambda: portable.prefill_launch(attending, tile).compile())
+    return Case(name, lambda: prefill_launch(attending, tile).compile())
 
 
 def cases(capability: int) -> Iterator[Case]:

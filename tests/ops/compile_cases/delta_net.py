@@ -12,6 +12,7 @@ from outrider.ops.gated_delta_net import DeltaNetRows, DeltaNetWeights
 from outrider.ops.gated_delta_net.triton import launch_inputs, launch_ring_store
 from outrider.ops.gated_delta_rule import DeltaState, PendingRecords
 from outrider.ops.gated_delta_rule.triton import RuleInputs, launch_rule
+from outrider.ops.state_copy.triton import copy_slots_kernel
 from tests.ops.cross_compile import Case
 
 MAX_ROWS = 9
@@ -116,6 +117,22 @@ def portable_cases(capability: int, dtype: torch.dtype, state: torch.dtype) -> I
     )
 
 
+def copy_cases(dtype: torch.dtype, state: torch.dtype) -> Iterator[Case]:
+    for heads, dims in (
+        ((16, 32), (128, 128)),
+        ((2, 4), (16, 16)),
+        ((1, 3), OBLONG),
+        ((1, 3), (5, 7)),
+    ):
+        delta = storage(heads, dims, state)
+        channels = 2 * heads[0] * dims[0] + heads[1] * dims[1]
+        ring = torch.empty(SLOTS, 3 + MAX_ROWS, channels, dtype=dtype)
+        yield Case(
+            f"copy {dtype} {state} {dims}",
+            partial(copy_slots_kernel, ring, delta, integers(1), integers(1), True, warmup=True),
+        )
+
+
 def gluon_cases(capability: int, dtype: torch.dtype, state: torch.dtype) -> Iterator[Case]:
     from outrider.ops.gated_delta_rule.hopper import launch_rows
 
@@ -140,5 +157,6 @@ def cases(capability: int) -> Iterator[Case]:
         yield from input_cases(capability, dtype)
         for state in dtypes(capability):
             yield from portable_cases(capability, dtype, state)
+            yield from copy_cases(dtype, state)
             if capability >= 80:
                 yield from gluon_cases(capability, dtype, state)

@@ -71,3 +71,8 @@ def hopper_cases(dtype: torch.dtype) -> Iterator[Case]:
                 f"hopper {dtype} {num_rows} x {k} -> {n} {tuple(tile)}",
                 partial(Launch(product, tile).warmup, x, weight, y),
             )
+            if n in (24576, 1024):
+                yield Case(
+                    f"gated {dtype} {num_rows} x {k} -> {n} {tuple(tile)}",
+                    partial(Launch(product, tile, gated=True).warmup, x, weight, y[:, : n // 2]),
+                )

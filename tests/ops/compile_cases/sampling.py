@@ -11,7 +11,7 @@ from torch import Tensor
 from triton.runtime.jit import JITFunction
 
 from outrider.ops.philox import triton as philox
-from outrider.ops.philox.triton import race_times_kernel, uniforms_kernel
+from outrider.ops.philox.triton import uniforms_kernel
 from outrider.ops.sampling import triton, triton_rows, triton_threshold
 from tests.ops.cross_compile import Case
 
@@ -93,14 +93,6 @@ def noise_launches(
             lambda index=index: triton.race_kernel(weights, row, row, 3, index, pdl=pdl),
             (RACE, FINISH),
         )
-        for ids in (None, weights.long()):
-            yield (
-                f"race_times, {name}, {'all' if ids is None else 'listed'}",
-                lambda index=index, ids=ids: race_times_kernel(
-                    row, row, vocab_size, 3, index, token_ids=ids, pdl=pdl
-                ),
-                (philox._race_times,),
-            )
     for most, m in ((1, 1), (3, 32), (8, 64)):
         probs, drafts = torch.empty((2, most + 1, vocab_size)), torch.zeros(2, most).long()
         ids, q = torch.zeros(2, most, m).long(), torch.zeros(2, most, m)

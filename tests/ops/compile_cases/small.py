@@ -117,4 +117,9 @@ def cases(capability: int) -> Iterator[Case]:
     def angles() -> object:
         return rotary_angles_kernel(positions, frequencies, 1.0, pdl=pdl)
 
+    def sectioned() -> object:
+        three = positions.expand(3, -1).contiguous()
+        return rotary_angles_kernel(three, frequencies, 1.0, (11, 11, 10), pdl=pdl)
+
     yield Case("rotary_angles", lambda: compiled(_rotary_angles, angles))
+    yield Case("rotary_angles_of_three", lambda: compiled(_rotary_angles, sectioned))

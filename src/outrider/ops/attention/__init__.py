@@ -75,6 +75,6 @@ def prefill_attention(
     args = (queries, kv_pool, block_tables, starts, num_rows, gate)
     if not uses_kernels(queries):
         return paged_attention_reference(*args)
-    from outrider.ops.attention.triton import prefill_attention_kernel
+    from outrider.ops.attention.triton_prefill import prefill_attention_kernel
 
     return prefill_attention_kernel(*args)

@@ -34,9 +34,12 @@ from outrider.ops.attention.triton import combine_launch, launch_options
 
 LEAF = gl.constexpr(plan.LEAF)
 GROUP = gl.constexpr(plan.GROUP)
+WHOLE = gl.constexpr(plan.WHOLE)
 TILE = gl.constexpr(64)
 """Tokens of a tile; a block holds one or several."""
 MAX_PACKED_ROWS = 64
+MAX_SUMS_OF_WHOLES = 32
+"""Sums of values that a thread may have three of: of a leaf, of its group and of the row."""
 DTYPES = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16}
 
 
@@ -46,7 +49,7 @@ def _add(a, b):
 
 
 @gluon.jit
-def _cut_batch(p_starts, p_num_rows, batch, units, max_leaf_items, LANES: gl.constexpr,
+def _cut_batch(p_starts, p_num_rows, batch, units, max_leaf_items, programs, LANES: gl.constexpr,
                NUM_WARPS: gl.constexpr):  # fmt: skip
     """(lanes, starts, ends, items, items up to and with a sequence), tokens of a cut, all items.
 
@@ -58,7 +61,15 @@ def _cut_batch(p_starts, p_num_rows, batch, units, max_leaf_items, LANES: gl.con
     b_rows = gl.load(p_num_rows + o_b, mask=o_b < batch, other=0).to(gl.int32)
     b_ends = gl.where(b_rows > 0, b_starts + b_rows, 0)
     num_leaves = gl.sum((b_ends + LEAF - 1) // LEAF, 0)
-    cut = gl.where(num_leaves * units > max_leaf_items, LEAF * GROUP, LEAF)
+    num_groups = gl.sum((b_ends + LEAF * GROUP - 1) // (LEAF * GROUP), 0)
+    num_sequences = gl.sum((b_ends > 0).to(gl.int32), 0)
+    cut = LEAF
+    if num_leaves * units > max_leaf_items:
+        cut = LEAF * GROUP
+        if programs > 0:
+            turns = gl.cdiv(num_sequences * units, programs)
+            if turns * gl.max(b_ends, 0) <= gl.cdiv(num_groups * units, programs) * cut:
+                cut = WHOLE
     b_items = (b_ends + cut - 1) // cut * units
     b_after = gl.associative_scan(b_items, 0, _add)
     return (o_b, b_starts, b_ends, b_items, b_after), cut, gl.sum(b_items, 0)
@@ -66,11 +77,14 @@ def _cut_batch(p_starts, p_num_rows, batch, units, max_leaf_items, LANES: gl.con
 
 @gluon.jit
 def _item(item, work, cut, units):
-    """Sequence, unit (head and tile of rows), first and last + 1 token, start and end."""
+    """Sequence, unit (head and tile of rows), first and last + 1 token, start and end.
+
+    Past the last item there is no sequence, and no token.
+    """
     o_b, b_starts, b_ends, b_items, b_after = work
     i_b = gl.sum((b_after <= item).to(gl.int32), 0)
     this = o_b == i_b
-    own = item - gl.sum(gl.where(this, b_after - b_items, 0), 0)
+    own = gl.sum(gl.where(this, item - (b_after - b_items), 0), 0)
     start = gl.sum(gl.where(this, b_starts, 0), 0)
     written = gl.sum(gl.where(this, b_ends, 0), 0)
     begin = own // units * cut
@@ -133,19 +147,32 @@ def _weights(b_scores, o_token, b_seen, b_max, scale):
 
 
 @gluon.jit
-def _fold(b_max, b_sum, b_acc, b_max2, b_sums2, b_acc2):
-    """A leaf added to its group: its reference is rounded up to an integer, all else is exact.
+def _no_sums(R: gl.constexpr, D: gl.constexpr, ACC: gl.constexpr):
+    """(reference, sum of weights, sums of values) of no token."""
+    ROWS: gl.constexpr = gl.SliceLayout(0, ACC)
+    b_max = gl.full([R], float("-inf"), gl.float32, layout=ROWS)
+    b_sum = gl.zeros([R], gl.float32, layout=ROWS)
+    return b_max, b_sum, gl.zeros([D, R], gl.float32, layout=ACC)
 
-    b_sums2 [TILE, R] are sums of weights that are yet to be added over tokens.
+
+@gluon.jit
+def _close_leaf(b_max, b_sums, b_acc):
+    """A leaf's sums, to an integer reference from where on all rescaling is exact.
+
+    b_sums [TILE, R] are sums of weights that are yet to be added over tokens.
     """
-    b_top = gl.ceil(b_max2)
-    b_scale2 = gl.exp2(b_max2 - gl.where(b_max2 == float("-inf"), 0.0, b_top))
-    b_sum2 = gl.sum(b_sums2, 0) * b_scale2
-    b_acc2 = b_acc2 * b_scale2[None, :]
-    b_new = gl.maximum(b_max, b_top)
+    b_top = gl.ceil(b_max)
+    b_scale = gl.exp2(b_max - gl.where(b_max == float("-inf"), 0.0, b_top))
+    return b_top, gl.sum(b_sums, 0) * b_scale, b_acc * b_scale[None, :]
+
+
+@gluon.jit
+def _fold(b_max, b_sum, b_acc, b_max2, b_sum2, b_acc2):
+    """Sums to integer references, added: a leaf to its group, a group to its row."""
+    b_new = gl.maximum(b_max, b_max2)
     b_safe = gl.where(b_new == float("-inf"), 0.0, b_new)
     b_scale = gl.exp2(b_max - b_safe)
-    b_scale2 = gl.exp2(b_top - b_safe)
+    b_scale2 = gl.exp2(b_max2 - b_safe)
     b_acc = b_acc * b_scale[None, :] + b_acc2 * b_scale2[None, :]
     return b_new, b_sum * b_scale + b_sum2 * b_scale2, b_acc
 
@@ -207,7 +234,11 @@ def _store_partials(b_max, b_sum, b_acc, p_values, p_max, p_sum, first, o_r, num
     gl.store(p_sum + o_part, b_sum, mask=used)
 
 
-@gluon.jit(do_not_specialize=["batch", "num_tokens", "stride_table", "row_tiles", "max_leaf_items"])
+@gluon.jit(
+    do_not_specialize=[
+        *("batch", "num_tokens", "stride_table", "row_tiles", "max_leaf_items", "programs")
+    ]
+)
 def _paged_attention(
     p_queries,  # [B, T, NUM_HEADS * SHARE, D]
     keys, values,  # descriptors of tiles [TILE, D] of [blocks, NUM_HEADS, BLOCK, D]
@@ -217,10 +248,10 @@ def _paged_attention(
     p_gate, stride_gate_b, stride_gate_t, stride_gate_h,  # [B, T, NUM_HEADS * SHARE, D]
     p_part_values,  # [P, D]
     p_part_max, p_part_sum,  # [P]
-    scale, batch, num_tokens, stride_table, row_tiles, max_leaf_items,
+    scale, batch, num_tokens, stride_table, row_tiles, max_leaf_items, programs,
     NUM_HEADS: gl.constexpr, SHARE: gl.constexpr, D: gl.constexpr, BLOCK: gl.constexpr,
-    LANES: gl.constexpr, R: gl.constexpr, STAGES: gl.constexpr, GATED: gl.constexpr,
-    PDL: gl.constexpr, num_warps: gl.constexpr,
+    LANES: gl.constexpr, R: gl.constexpr, STAGES: gl.constexpr, WHOLES: gl.constexpr,
+    GATED: gl.constexpr, PDL: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     """Items of a round, see triton.py: scores [TILE, R] = K q^T, sums [D, R] = V^T weights."""
     ACC: gl.constexpr = gl.NVMMADistributedLayout(
@@ -228,7 +259,6 @@ def _paged_attention(
         warps_per_cta=[4, num_warps // 4],
         instr_shape=[16, R // (num_warps // 4), 16],
     )
-    ROWS: gl.constexpr = gl.SliceLayout(0, ACC)
     TYPE: gl.constexpr = keys.dtype
     Q_SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([R, D], TYPE)
     P_SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([R, TILE], TYPE)
@@ -245,7 +275,7 @@ def _paged_attention(
         gdc_launch_dependents()
     units = NUM_HEADS * row_tiles
     work, cut, total = _cut_batch(
-        p_starts, p_num_rows, batch, units, max_leaf_items, LANES, num_warps
+        p_starts, p_num_rows, batch, units, max_leaf_items, programs, LANES, num_warps
     )
 
     # The cursor is at the next tile to be fetched, STAGES tiles ahead of the one computed.
@@ -277,15 +307,13 @@ def _paged_attention(
         _load_queries(
             p_queries, q_shared, i_b, head, first_row, num_tokens, NUM_HEADS, SHARE, num_warps
         )
-        o_r = first_row + gl.arange(0, R, layout=ROWS)
+        o_r = first_row + gl.arange(0, R, layout=gl.SliceLayout(0, ACC))
         b_seen = gl.minimum(start + 1 + o_r // SHARE, written)
-        b_max = gl.full([R], float("-inf"), gl.float32, layout=ROWS)
-        b_sum = gl.zeros([R], gl.float32, layout=ROWS)
-        b_acc = gl.zeros([D, R], gl.float32, layout=ACC)
+        b_max, b_sum, b_acc = _no_sums(R, D, ACC)
+        b_max1, b_sum1, b_acc1 = b_max, b_sum, b_acc
         for leaf in range(begin, end, LEAF):
-            b_max2 = gl.full([R], float("-inf"), gl.float32, layout=ROWS)
+            b_max2, b_sum2, b_acc2 = _no_sums(R, D, ACC)
             b_sums2 = gl.zeros([TILE, R], gl.float32, layout=ACC)
-            b_acc2 = gl.zeros([D, R], gl.float32, layout=ACC)
             for tile in range(leaf, gl.minimum(leaf + LEAF, end), TILE):
                 mbarrier.wait(k_ready.index(stage), phase)
                 b_scores = gl.zeros([TILE, R], gl.float32, layout=ACC)
@@ -314,7 +342,14 @@ def _paged_attention(
                 if stage == STAGES:
                     stage = 0
                     phase ^= 1
-            b_max, b_sum, b_acc = _fold(b_max, b_sum, b_acc, b_max2, b_sums2, b_acc2)
+            b_max2, b_sum2, b_acc2 = _close_leaf(b_max2, b_sums2, b_acc2)
+            b_max1, b_sum1, b_acc1 = _fold(b_max1, b_sum1, b_acc1, b_max2, b_sum2, b_acc2)
+            if WHOLES:  # noqa: SIM102 (decided when compiling)
+                if (leaf + LEAF) % (LEAF * GROUP) == 0 or leaf + LEAF >= end:
+                    b_max, b_sum, b_acc = _fold(b_max, b_sum, b_acc, b_max1, b_sum1, b_acc1)
+                    b_max1, b_sum1, b_acc1 = _no_sums(R, D, ACC)
+        if not WHOLES:
+            b_max, b_sum, b_acc = b_max1, b_sum1, b_acc1
         if written <= cut:
             _store_output(
                 b_sum, b_acc, p_output, p_gate, (stride_gate_b, stride_gate_t, stride_gate_h),
@@ -354,11 +389,18 @@ class Shape:
             return Shape(rows, 8, 6, 1) if rows == 64 else Shape(rows, 4, 3, 2)
         return Shape(rows, 4, 6, 2)
 
+    def takes_wholes(self, head_dim: int) -> bool:
+        """Whether a thread has registers for the sums of a leaf, a group and a row."""
+        return head_dim * self.rows <= 32 * self.num_warps * MAX_SUMS_OF_WHOLES
+
 
 def round_launches(attending: Attending, card: Card) -> list[Launch]:
     """Items, then their sum; for a batch that `batch_parts` gave."""
     shape = Shape.of(attending.head_dim, attending.num_packed)
-    cut = cut_batch(attending, shape.rows, 3 * card.num_multiprocessors)
+    programs = shape.programs_per_sm * card.num_multiprocessors
+    wholes = shape.takes_wholes(attending.head_dim)
+    limit = 3 * card.num_multiprocessors
+    cut = cut_batch(attending, shape.rows, limit, programs if wholes else 0)
     pdl = card.overlaps_launches
     workspace = cut.workspace(attending)
     batch, num_tokens = attending.queries.shape[:2]
@@ -367,13 +409,12 @@ def round_launches(attending: Attending, card: Card) -> list[Launch]:
         *(attending.queries, keys, values, attending.block_tables, attending.starts),
         *(attending.num_rows, attending.output, *attending.gate_args, *workspace),
         *(attending.scale, batch, num_tokens, attending.block_tables.stride(0)),
-        *(cut.row_tiles, cut.max_leaf_items, attending.num_kv_heads, attending.share),
-        *(attending.head_dim, attending.block_size, cut.lanes, shape.rows, shape.num_stages),
-        *(attending.gate is not None, pdl),
+        *(cut.row_tiles, cut.max_leaf_items, cut.programs, attending.num_kv_heads),
+        *(attending.share, attending.head_dim, attending.block_size, cut.lanes, shape.rows),
+        *(shape.num_stages, wholes, attending.gate is not None, pdl),
     )
-    grid = (shape.programs_per_sm * card.num_multiprocessors,)
     options = {"num_warps": shape.num_warps, **launch_options(pdl)}
-    items = Launch(_paged_attention, grid, args, options)
+    items = Launch(_paged_attention, (programs,), args, options)
     return [items, combine_launch(attending, cut, workspace, pdl)]
 
 

@@ -19,6 +19,8 @@ LEAF = 256
 """Tokens of a leaf."""
 GROUP = 4
 """Leaves of a group."""
+WHOLE = 1 << 30
+"""A cut that no context reaches: an item takes all groups of a sequence."""
 MAX_WORKSPACE_BYTES = 512 * 2**20
 MAX_SEQUENCES = 256
 """Sequences of one launch; a larger batch, or one of larger partial sums, is several launches."""
@@ -136,13 +138,16 @@ class Cut:
 
     Attributes:
         row_tiles: items that share a head's packed rows among them.
-        max_leaf_items: work of more leaves than this is cut into groups, on the device.
+        max_leaf_items: work of more leaves than this is cut more coarsely, on the device.
+        programs: those that take turns with the items; 0 where a program has no registers for the
+            sums of a group and of a row, so that no sequence is taken whole.
         lanes: sequences that a program counts over, a power of two.
         num_partials: rows of partial sums in the worst case.
     """
 
     row_tiles: int
     max_leaf_items: int
+    programs: int
     lanes: int
     num_partials: int
 
@@ -169,7 +174,7 @@ def _power_of_two(count: int) -> int:
     return 1 << (count - 1).bit_length()
 
 
-def cut_batch(attending: Attending, rows_per_item: int, max_leaf_items: int) -> Cut:
+def cut_batch(attending: Attending, rows_per_item: int, max_leaf_items: int, programs: int) -> Cut:
     """The cut of a batch that `batch_parts` gave."""
     heads = len(attending.starts) * attending.num_kv_heads
     row_tiles = _ceil(attending.num_packed, rows_per_item)
@@ -177,7 +182,7 @@ def cut_batch(attending: Attending, rows_per_item: int, max_leaf_items: int) -> 
     groups = heads * _cuts(attending, LEAF * GROUP)
     lanes = max(32, _power_of_two(len(attending.starts)))
     num_partials = max(leaves, groups) * attending.num_packed
-    return Cut(row_tiles, max_leaf_items, lanes, num_partials)
+    return Cut(row_tiles, max_leaf_items, programs, lanes, num_partials)
 
 
 def batch_parts(whole: Attending) -> Iterator[Attending]:

@@ -1,16 +1,18 @@
-"""Paged attention in plain Triton: rounds on any card, prompt chunks, and how rounds are cut.
+"""Paged attention of rounds in plain Triton, on any card, and how rounds are cut.
 
 The order in which a round's row adds its context is a tree over absolute positions, so it is the
 same whoever is computed beside it:
 
     tile of 64 or 32 tokens -> leaf of 256 (online softmax) -> group of 4 leaves -> row
 
-each step a fold from the left. One item of work is a leaf or a whole group of one sequence, one
+each step a fold from the left. One item of work is a leaf, a group or all of one sequence, one
 key/value head and 16 packed rows (a row is a token of the round and a query head of the group).
-Which of the two, the device decides from the amount of work, and the bits are the same: softmax
+Which of them, the device decides from the amount of work, and the bits are the same: softmax
 runs in base 2, and the maximum that a leaf's sums refer to is rounded up to an integer at the
-leaf's end, so that every later rescaling is an exact power of two. An item leaves partial sums in
-memory, which `_combine` adds, unless its sequence has no other item.
+leaf's end, so that every later rescaling is an exact power of two. Leaves are for little work,
+which is to reach every multiprocessor. Sequences are taken whole where the program with most to do
+is then no later. An item leaves partial sums in memory, which `_combine` adds, unless its sequence
+has no other item.
 
 Neither the number of rows T nor the batch is known to a compiled kernel. Kernels are compiled
 without contraction of products and sums (enable_fp_fusion=False): two of them that share an
@@ -25,7 +27,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from outrider.ops.attention import plan
 from outrider.ops.attention.plan import (
@@ -33,19 +34,22 @@ from outrider.ops.attention.plan import (
     Card,
     Cut,
     Launch,
-    PrefillTile,
     batch_parts,
     cut_batch,
 )
 
 LEAF = tl.constexpr(plan.LEAF)
 GROUP = tl.constexpr(plan.GROUP)
+WHOLE = tl.constexpr(plan.WHOLE)
+MANY_ROWS = 1024
+"""Packed rows of a round, over which `_combine` takes several at once."""
+
 PACKED_ROWS = 16
 """Rows of an item. One size for all T: the rows of a round are more items, not another kernel."""
 
 
 @triton.jit
-def _cut_batch(p_starts, p_num_rows, batch, units, max_leaf_items, LANES: tl.constexpr):
+def _cut_batch(p_starts, p_num_rows, batch, units, max_leaf_items, programs, LANES: tl.constexpr):
     """(starts, ends, tokens of a cut, cuts of each sequence); a sequence without rows has none.
 
     hopper.py has the same for its dialect; both, and `_combine`, must come to the same cuts.
@@ -54,9 +58,15 @@ def _cut_batch(p_starts, p_num_rows, batch, units, max_leaf_items, LANES: tl.con
     b_starts = tl.load(p_starts + o_b, mask=o_b < batch, other=0).to(tl.int32)
     b_rows = tl.load(p_num_rows + o_b, mask=o_b < batch, other=0).to(tl.int32)
     b_ends = tl.where(b_rows > 0, b_starts + b_rows, 0)
+    num_groups = tl.sum((b_ends + LEAF * GROUP - 1) // (LEAF * GROUP), 0)
+    num_sequences = tl.sum((b_ends > 0).to(tl.int32), 0)
     cut = LEAF
     if tl.sum((b_ends + LEAF - 1) // LEAF, 0) * units > max_leaf_items:
         cut = LEAF * GROUP
+        if programs > 0:
+            turns = tl.cdiv(num_sequences * units, programs)
+            if turns * tl.max(b_ends, 0) <= tl.cdiv(num_groups * units, programs) * cut:
+                cut = WHOLE
     return b_starts, b_ends, cut, (b_ends + cut - 1) // cut
 
 
@@ -65,6 +75,13 @@ def _pool_rows(p_table, o_token, end, head, NUM_HEADS: tl.constexpr, BLOCK: tl.c
     """Rows of the pool, seen as [blocks * heads * BLOCK, D], that hold the positions o_token."""
     b_block = tl.load(p_table + o_token // BLOCK, mask=o_token < end, other=0).to(tl.int64)
     return (b_block * NUM_HEADS + head) * BLOCK + o_token % BLOCK
+
+
+@triton.jit
+def _no_sums(R: tl.constexpr, COLUMNS: tl.constexpr):
+    """(reference, sum of weights, sums of values) of no token."""
+    b_max = tl.full([R], float("-inf"), tl.float32)
+    return b_max, tl.zeros([R], tl.float32), tl.zeros([COLUMNS, R], tl.float32)
 
 
 @triton.jit
@@ -130,7 +147,9 @@ def _leaf(
 
 
 @triton.jit(
-    do_not_specialize=["batch", "num_tokens", "stride_table", "row_tiles", "max_leaf_items"]
+    do_not_specialize=[
+        *("batch", "num_tokens", "stride_table", "row_tiles", "max_leaf_items", "programs")
+    ]
 )
 def _paged_attention(
     p_queries,  # [B, T, NUM_HEADS * SHARE, D]
@@ -141,7 +160,7 @@ def _paged_attention(
     p_gate, stride_gate_b, stride_gate_t, stride_gate_h,  # [B, T, NUM_HEADS * SHARE, D]
     p_part_values,  # [P, D]
     p_part_max, p_part_sum,  # [P]
-    scale, batch, num_tokens, stride_table, row_tiles, max_leaf_items,
+    scale, batch, num_tokens, stride_table, row_tiles, max_leaf_items, programs,
     NUM_HEADS: tl.constexpr, SHARE: tl.constexpr, D: tl.constexpr, COLUMNS: tl.constexpr,
     BLOCK: tl.constexpr, LANES: tl.constexpr, R: tl.constexpr, TOKENS: tl.constexpr,
     STAGES: tl.constexpr, GATED: tl.constexpr, PDL: tl.constexpr,
@@ -156,7 +175,7 @@ def _paged_attention(
         gdc_launch_dependents()
     units = NUM_HEADS * row_tiles
     b_starts, b_ends, cut, b_cuts = _cut_batch(
-        p_starts, p_num_rows, batch, units, max_leaf_items, LANES
+        p_starts, p_num_rows, batch, units, max_leaf_items, programs, LANES
     )
     o_b = tl.arange(0, LANES)
     o_d = tl.arange(0, COLUMNS)
@@ -182,16 +201,18 @@ def _paged_attention(
         b_q = tl.load(p_queries + o_out, mask=inside, other=0.0)
         b_seen = tl.minimum(start + 1 + o_r // SHARE, written)
 
-        b_max = tl.full([R], float("-inf"), tl.float32)
-        b_sum = tl.zeros([R], tl.float32)
-        b_acc = tl.zeros([COLUMNS, R], tl.float32)
+        b_max, b_sum, b_acc = _no_sums(R, COLUMNS)
+        b_max1, b_sum1, b_acc1 = _no_sums(R, COLUMNS)
         for leaf in range(begin, end, LEAF):
             b_max2, b_sum2, b_acc2 = _leaf(
                 b_q, p_keys, p_values, p_tables + i_b.to(tl.int64) * stride_table,
                 leaf, tl.minimum(leaf + LEAF, end), written, b_seen, head, scale,
                 NUM_HEADS, D, COLUMNS, BLOCK, TOKENS, STAGES,
             )  # fmt: skip
-            b_max, b_sum, b_acc = _fold(b_max, b_sum, b_acc, b_max2, b_sum2, b_acc2)
+            b_max1, b_sum1, b_acc1 = _fold(b_max1, b_sum1, b_acc1, b_max2, b_sum2, b_acc2)
+            if (leaf + LEAF) % (LEAF * GROUP) == 0 or leaf + LEAF >= end:
+                b_max, b_sum, b_acc = _fold(b_max, b_sum, b_acc, b_max1, b_sum1, b_acc1)
+                b_max1, b_sum1, b_acc1 = _no_sums(R, COLUMNS)
 
         b_acc = tl.trans(b_acc)
         if written <= cut:
@@ -209,186 +230,85 @@ def _paged_attention(
             tl.store(p_part_sum + o_part, b_sum, mask=o_r < num_tokens * SHARE)
 
 
-@triton.jit(do_not_specialize=["batch", "num_tokens", "row_tiles", "max_leaf_items"])
+@triton.jit(do_not_specialize=["batch", "num_tokens", "row_tiles", "max_leaf_items", "programs"])
 def _combine(
     p_output,  # [B, T, NUM_HEADS * SHARE, D]
     p_starts, p_num_rows,  # [B]
     p_gate, stride_gate_b, stride_gate_t, stride_gate_h,  # [B, T, NUM_HEADS * SHARE, D]
     p_part_values,  # [P, D]
     p_part_max, p_part_sum,  # [P]
-    batch, num_tokens, row_tiles, max_leaf_items,
+    batch, num_tokens, row_tiles, max_leaf_items, programs,
     NUM_HEADS: tl.constexpr, SHARE: tl.constexpr, D: tl.constexpr, COLUMNS: tl.constexpr,
-    LANES: tl.constexpr, AT_ONCE: tl.constexpr, GATED: tl.constexpr, PDL: tl.constexpr,
+    LANES: tl.constexpr, ROWS: tl.constexpr, AT_ONCE: tl.constexpr, GATED: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """output = sum of values 2^reference / sum of weights 2^reference, over a row's partial sums.
 
-    One program per row and COLUMNS of head_dim. Sums of leaves are added group by group, as an
-    item that took a whole group has added them. A sequence without rows gets zeros.
+    A program takes ROWS packed rows and COLUMNS of head_dim. Sums of leaves are added group by
+    group, as an item that took a whole group has added them. A sequence without rows gets zeros.
     """
     if PDL:
         gdc_launch_dependents()
-    i_r = tl.program_id(0)
     i_b = tl.program_id(1) // NUM_HEADS
     head = tl.program_id(1) % NUM_HEADS
-    o_d = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
-    inside = o_d < D
     _, _, cut, b_cuts = _cut_batch(
-        p_starts, p_num_rows, batch, NUM_HEADS * row_tiles, max_leaf_items, LANES
+        p_starts, p_num_rows, batch, NUM_HEADS * row_tiles, max_leaf_items, programs, LANES
     )
     o_b = tl.arange(0, LANES)
     num_cuts = tl.sum(tl.where(o_b == i_b, b_cuts, 0), 0)
-    first = tl.sum(tl.where(o_b < i_b, b_cuts, 0), 0) * NUM_HEADS + head
-    o_head = head * SHARE + i_r % SHARE
-    o_out = (i_b * num_tokens + i_r // SHARE) * (NUM_HEADS * SHARE) + o_head
-    p_out = p_output + o_out.to(tl.int64) * D + o_d
     if PDL:
         gdc_wait()
-    if num_cuts == 0:
-        b_zero = tl.zeros([COLUMNS], tl.float32)
-        tl.store(p_out, b_zero.to(p_output.dtype.element_ty), mask=inside)
-    if num_cuts > 1:
-        num_packed = (num_tokens * SHARE).to(tl.int64)
-        o_cut = tl.arange(0, 32)
-        b_max = tl.full([32], float("-inf"), tl.float32)
-        for cuts in range(0, num_cuts, 32):
-            o_part = (first + (cuts + o_cut) * NUM_HEADS) * num_packed + i_r
-            b_part = tl.load(p_part_max + o_part, mask=cuts + o_cut < num_cuts, other=float("-inf"))
-            b_max = tl.maximum(b_max, b_part)
-        reference = tl.max(b_max, 0)
-
-        by_leaf = cut == LEAF
-        total = 0.0
-        b_acc = tl.zeros([COLUMNS], tl.float32)
-        for cuts in range(0, num_cuts, AT_ONCE * GROUP):
-            for group in tl.static_range(AT_ONCE):
-                group_total = 0.0
-                b_group = tl.zeros([COLUMNS], tl.float32)
-                for member in tl.static_range(GROUP):
-                    i_cut = cuts + group * GROUP + member
-                    valid = i_cut < num_cuts
-                    i_part = (first + i_cut * NUM_HEADS) * num_packed + i_r
-                    part_max = tl.load(p_part_max + i_part, mask=valid, other=float("-inf"))
-                    weight = tl.exp2(part_max - reference)
-                    part = tl.load(p_part_sum + i_part, mask=valid, other=0.0) * weight
-                    b_values = tl.load(
-                        p_part_values + i_part * D + o_d, mask=inside & valid, other=0.0
-                    )
-                    b_values = b_values * weight
-                    group_total = tl.where(by_leaf, group_total + part, group_total)
-                    b_group = tl.where(by_leaf, b_group + b_values, b_group)
-                    total = tl.where(by_leaf, total, total + part)
-                    b_acc = tl.where(by_leaf, b_acc, b_acc + b_values)
-                total += group_total
-                b_acc += b_group
-        b_output = b_acc / total
-        if GATED:
-            o_gate = i_b.to(tl.int64) * stride_gate_b + (i_r // SHARE) * stride_gate_t
-            p_own = p_gate + o_gate + o_head * stride_gate_h + o_d
-            b_output = _gated(b_output, tl.load(p_own, mask=inside, other=0.0))
-        tl.store(p_out, b_output.to(p_output.dtype.element_ty), mask=inside)
-
-
-@triton.jit
-def _prefill_tile(
-    b_q, keys, values, p_table, tile, written, o_position, head, scale, b_max, b_sum, b_acc,
-    NUM_HEADS: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, TOKENS: tl.constexpr,
-    DESCRIPTORS: tl.constexpr, MASKED: tl.constexpr, UNWRITTEN: tl.constexpr,
-):  # fmt: skip
-    """Online softmax over one tile of tokens, the tile-th by absolute position.
-
-    Row r of b_q [R, COLUMNS] is at position o_position[r]. MASKED may be left out where every row
-    sees the whole tile, UNWRITTEN where the whole tile is written; the bits are the same. b_max is
-    in units of the raw products.
-    """
-    o_token = tile * TOKENS + tl.arange(0, TOKENS)
-    if DESCRIPTORS:
-        block = tl.load(p_table + tile * TOKENS // BLOCK)
-        pool_row = (block.to(tl.int32) * NUM_HEADS + head) * BLOCK + tile * TOKENS % BLOCK
-        b_k = keys.load([pool_row, 0])
-        b_v = values.load([pool_row, 0])
-        if UNWRITTEN:
-            # Through registers, which is slow; what nobody wrote may be NaN, and 0 * NaN is NaN.
-            b_v = tl.where((o_token < written)[:, None], b_v, 0.0)
-    else:
-        o_d = tl.arange(0, b_q.shape[1])
-        o_pool = _pool_rows(p_table, o_token, written, head, NUM_HEADS, BLOCK)
-        o_kv = o_pool[:, None] * D + o_d[None, :]
-        kept = (o_token < written)[:, None] & (o_d < D)[None, :]
-        b_k = tl.load(keys + o_kv, mask=kept, other=0.0)
-        b_v = tl.load(values + o_kv, mask=kept, other=0.0)
-    b_scores = tl.dot(b_q, tl.trans(b_k), input_precision="ieee")
-    if MASKED:
-        b_scores = tl.where(o_token[None, :] <= o_position[:, None], b_scores, float("-inf"))
-    b_new = tl.maximum(b_max, tl.max(b_scores, 1))
-    b_p = tl.exp2(tl.fma(b_scores, scale, -(b_new * scale)[:, None]))
-    b_scale = tl.exp2((b_max - b_new) * scale)
-    b_sum = b_sum * b_scale + tl.sum(b_p, 1)
-    b_acc = tl.dot(b_p.to(b_v.dtype), b_v, b_acc * b_scale[:, None], input_precision="ieee")
-    return b_new, b_sum, b_acc
-
-
-@triton.jit(do_not_specialize=["num_tokens"])
-def _prefill_attention(
-    p_queries,  # [T, NUM_HEADS * SHARE, D]
-    keys, values,  # [blocks, NUM_HEADS, BLOCK, D] each, or descriptors of tiles [TOKENS, D]
-    p_table,  # [M]
-    p_start, p_num_rows,  # [1]
-    p_output,  # as p_queries
-    p_gate, stride_gate_t, stride_gate_h,  # [T, NUM_HEADS * SHARE, D]
-    scale, num_tokens,
-    NUM_HEADS: tl.constexpr, SHARE: tl.constexpr, D: tl.constexpr, COLUMNS: tl.constexpr,
-    BLOCK: tl.constexpr, R: tl.constexpr, TOKENS: tl.constexpr, STAGES: tl.constexpr,
-    DESCRIPTORS: tl.constexpr, GATED: tl.constexpr,
-):  # fmt: skip
-    """softmax(q K^T / sqrt(D)) V for R packed rows of one key/value head.
-
-    Row r of a program is its token r // SHARE and query head head * SHARE + r % SHARE. Tiles of
-    tokens are counted from position 0, and those past a row's own position leave its sums alone,
-    so its bits do not depend on the rows it is packed with.
-    """
-    QUERIES: tl.constexpr = R // SHARE
-    head = tl.program_id(0)
-    first = (tl.num_programs(1) - 1 - tl.program_id(1)) * QUERIES  # the longest ones begin first
-    start = tl.load(p_start).to(tl.int32)
-    written = start + tl.load(p_num_rows).to(tl.int32)
-    o_r = tl.arange(0, R)
-    o_d = tl.arange(0, COLUMNS)
-    o_t = first + o_r // SHARE
+    if num_cuts == 1:
+        return
+    first = tl.sum(tl.where(o_b < i_b, b_cuts, 0), 0) * NUM_HEADS + head
+    num_packed = (num_tokens * SHARE).to(tl.int64)
+    o_r = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
+    o_d = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+    inside = (o_r < num_packed) & (o_d < D)
     o_head = head * SHARE + o_r % SHARE
-    used = (o_r < QUERIES * SHARE) & (o_t < num_tokens)
-    inside = used[:, None] & (o_d < D)[None, :]
-    o_out = (o_t * (NUM_HEADS * SHARE) + o_head).to(tl.int64)[:, None] * D + o_d[None, :]
-    b_q = tl.load(p_queries + o_out, mask=inside, other=0.0)
-    o_position = tl.minimum(start + o_t, written - 1)
+    o_out = (i_b * num_tokens + o_r // SHARE) * (NUM_HEADS * SHARE) + o_head
+    p_out = p_output + o_out.to(tl.int64) * D + o_d
+    if num_cuts == 0:
+        b_zero = tl.zeros([ROWS, COLUMNS], tl.float32)
+        tl.store(p_out, b_zero.to(p_output.dtype.element_ty), mask=inside)
+        return
+    o_cut = tl.arange(0, 32)[None, :]
+    b_max = tl.full([ROWS, 32], float("-inf"), tl.float32)
+    for cuts in range(0, num_cuts, 32):
+        o_part = (first + (cuts + o_cut) * NUM_HEADS) * num_packed + o_r
+        valid = (cuts + o_cut < num_cuts) & (o_r < num_packed)
+        b_part = tl.load(p_part_max + o_part, mask=valid, other=float("-inf"))
+        b_max = tl.maximum(b_max, b_part)
+    b_reference = tl.max(b_max, 1)[:, None]
 
-    b_max = tl.full([R], float("-inf"), tl.float32)
-    b_sum = tl.zeros([R], tl.float32)
-    b_acc = tl.zeros([R, COLUMNS], tl.float32)
-    num_whole = (start + first + 1) // TOKENS
-    last = tl.minimum(start + first + QUERIES, written) - 1
-    num_tiles = last // TOKENS + 1
-    num_written = tl.minimum(written // TOKENS, num_tiles) if DESCRIPTORS else num_tiles
-    for tile in tl.range(0, num_whole, num_stages=STAGES):
-        b_max, b_sum, b_acc = _prefill_tile(
-            b_q, keys, values, p_table, tile, written, o_position, head, scale,
-            b_max, b_sum, b_acc, NUM_HEADS, D, BLOCK, TOKENS, DESCRIPTORS, False, False,
-        )  # fmt: skip
-    for tile in tl.range(num_whole, num_written, num_stages=1):
-        b_max, b_sum, b_acc = _prefill_tile(
-            b_q, keys, values, p_table, tile, written, o_position, head, scale,
-            b_max, b_sum, b_acc, NUM_HEADS, D, BLOCK, TOKENS, DESCRIPTORS, True, False,
-        )  # fmt: skip
-    for tile in tl.range(tl.maximum(num_whole, num_written), num_tiles, num_stages=1):
-        b_max, b_sum, b_acc = _prefill_tile(
-            b_q, keys, values, p_table, tile, written, o_position, head, scale,
-            b_max, b_sum, b_acc, NUM_HEADS, D, BLOCK, TOKENS, DESCRIPTORS, True, True,
-        )  # fmt: skip
-
-    b_output = b_acc / b_sum[:, None]
+    by_leaf = cut == LEAF
+    b_total = tl.zeros([ROWS, 1], tl.float32)
+    b_acc = tl.zeros([ROWS, COLUMNS], tl.float32)
+    for cuts in range(0, num_cuts, AT_ONCE * GROUP):
+        for group in tl.static_range(AT_ONCE):
+            b_group_total = tl.zeros([ROWS, 1], tl.float32)
+            b_group = tl.zeros([ROWS, COLUMNS], tl.float32)
+            for member in tl.static_range(GROUP):
+                i_cut = cuts + group * GROUP + member
+                valid = (i_cut < num_cuts) & (o_r < num_packed)
+                o_part = (first + i_cut * NUM_HEADS) * num_packed + o_r
+                b_own = tl.load(p_part_max + o_part, mask=valid, other=float("-inf"))
+                b_weight = tl.exp2(b_own - b_reference)
+                b_part = tl.load(p_part_sum + o_part, mask=valid, other=0.0) * b_weight
+                p_values = p_part_values + o_part * D + o_d
+                b_values = tl.load(p_values, mask=valid & inside, other=0.0) * b_weight
+                b_group_total = tl.where(by_leaf, b_group_total + b_part, b_group_total)
+                b_group = tl.where(by_leaf, b_group + b_values, b_group)
+                b_total = tl.where(by_leaf, b_total, b_total + b_part)
+                b_acc = tl.where(by_leaf, b_acc, b_acc + b_values)
+            b_total += b_group_total
+            b_acc += b_group
+    b_output = b_acc / b_total
     if GATED:
-        o_gate = (o_t.to(tl.int64) * stride_gate_t + o_head * stride_gate_h)[:, None] + o_d[None, :]
-        b_output = _gated(b_output, tl.load(p_gate + o_gate, mask=inside, other=0.0))
-    tl.store(p_output + o_out, b_output.to(p_output.dtype.element_ty), mask=inside)
+        o_gate = i_b.to(tl.int64) * stride_gate_b + (o_r // SHARE) * stride_gate_t
+        p_own = p_gate + o_gate + o_head * stride_gate_h + o_d
+        b_output = _gated(b_output, tl.load(p_own, mask=inside, other=0.0))
+    tl.store(p_out, b_output.to(p_output.dtype.element_ty), mask=inside)
 
 
 def combine_launch(
@@ -397,13 +317,16 @@ def combine_launch(
     """Adds the partial sums of a round whose items were launched just before."""
     columns = min(128, triton.next_power_of_2(attending.head_dim))
     batch, num_tokens = attending.queries.shape[:2]
+    heads = batch * attending.num_kv_heads
+    # Of much work most is taken whole: then few programs are to find that nothing is left to do.
+    rows, at_once = (4, 1) if attending.num_packed * heads > MANY_ROWS else (1, 4)
     parts = triton.cdiv(attending.head_dim, columns)
-    grid = (attending.num_packed, batch * attending.num_kv_heads, parts)
+    grid = (triton.cdiv(attending.num_packed, rows), heads, parts)
     args = (
         *(attending.output, attending.starts, attending.num_rows, *attending.gate_args),
-        *(*workspace, batch, num_tokens, cut.row_tiles, cut.max_leaf_items),
+        *(*workspace, batch, num_tokens, cut.row_tiles, cut.max_leaf_items, cut.programs),
         *(attending.num_kv_heads, attending.share, attending.head_dim, columns),
-        *(cut.lanes, 4, attending.gate is not None, pdl),
+        *(cut.lanes, rows, at_once, attending.gate is not None, pdl),
     )
     return Launch(_combine, grid, args, {"num_warps": 1, **launch_options(pdl)})
 
@@ -415,7 +338,8 @@ def launch_options(pdl: bool) -> dict[str, bool]:
 
 def round_launches(attending: Attending, card: Card) -> list[Launch]:
     """Items, then their sum; for a batch that `batch_parts` gave."""
-    cut = cut_batch(attending, PACKED_ROWS, 3 * card.num_multiprocessors)
+    programs = 2 * card.num_multiprocessors
+    cut = cut_batch(attending, PACKED_ROWS, 3 * card.num_multiprocessors, programs)
     workspace = cut.workspace(attending)
     batch, num_tokens = attending.queries.shape[:2]
     columns = max(16, triton.next_power_of_2(attending.head_dim))
@@ -427,13 +351,13 @@ def round_launches(attending: Attending, card: Card) -> list[Launch]:
         *(attending.queries, attending.kv_pool[0], attending.kv_pool[1], attending.block_tables),
         *(attending.starts, attending.num_rows, attending.output, *attending.gate_args),
         *(*workspace, attending.scale, batch, num_tokens),
-        *(attending.block_tables.stride(0), cut.row_tiles, cut.max_leaf_items),
+        *(attending.block_tables.stride(0), cut.row_tiles, cut.max_leaf_items, cut.programs),
         *(attending.num_kv_heads, attending.share, attending.head_dim, columns),
         *(attending.block_size, cut.lanes, PACKED_ROWS, 64 if fast else 32),
         *(2 if fast and bytes_per_token <= 256 else 1, attending.gate is not None, pdl),
     )
     options = {"num_warps": 8 if bytes_per_token > 256 else 4, **launch_options(pdl)}
-    items = Launch(_paged_attention, (2 * card.num_multiprocessors,), args, options)
+    items = Launch(_paged_attention, (programs,), args, options)
     return [items, combine_launch(attending, cut, workspace, pdl)]
 
 
@@ -451,46 +375,4 @@ def paged_attention_kernel(
     for part in batch_parts(whole):
         for launch in round_launches(part, Card.of(queries)):
             launch.run()
-    return output
-
-
-def prefill_launch(attending: Attending, tile: PrefillTile) -> Launch:
-    """One chunk of a prompt, B = 1."""
-    num_tokens, head_dim = attending.queries.shape[1], attending.head_dim
-    keys, values = attending.kv_pool[0], attending.kv_pool[1]
-    if tile.descriptors:
-        keys, values = (pool_descriptor(pool, tile.tokens) for pool in (keys, values))
-    pointer, _, *gate_strides = attending.gate_args
-    args = (
-        *(attending.queries, keys, values, attending.block_tables, attending.starts),
-        *(attending.num_rows, attending.output, pointer, *gate_strides),
-        *(attending.scale, num_tokens, attending.num_kv_heads, attending.share),
-        *(head_dim, max(16, triton.next_power_of_2(head_dim)), attending.block_size),
-        *(tile.rows, tile.tokens, tile.num_stages, tile.descriptors),
-        attending.gate is not None,
-    )
-    grid = (attending.num_kv_heads, triton.cdiv(num_tokens, tile.rows // attending.share))
-    options = {"num_warps": tile.num_warps, **launch_options(pdl=False)}
-    return Launch(_prefill_attention, grid, args, options)
-
-
-def pool_descriptor(pool: Tensor, tokens: int) -> TensorDescriptor:
-    """Tiles [tokens, D] of a pool [blocks, Hkv, block_size, D] seen as rows."""
-    rows = pool.view(-1, pool.shape[3])
-    assert len(rows) < 2**31, "a descriptor counts rows in 32 bits"
-    return TensorDescriptor.from_tensor(rows, [tokens, pool.shape[3]])
-
-
-def prefill_attention_kernel(
-    queries: Tensor,
-    kv_pool: Tensor,
-    block_tables: Tensor,
-    starts: Tensor,
-    num_rows: Tensor,
-    gate: Tensor | None,
-) -> Tensor:
-    """See prefill_attention."""
-    output = torch.empty_like(queries)
-    chunk = Attending(queries, kv_pool, block_tables, starts, num_rows, gate, output)
-    prefill_launch(chunk, PrefillTile.of(chunk, Card.of(queries))).run()
     return output

@@ -9,7 +9,23 @@ from outrider.ops.elementwise import silu
 def causal_conv_reference(
     x: Tensor, weight: Tensor, ring: Tensor, slots: Tensor, starts: Tensor, num_rows: Tensor
 ) -> Tensor:
-    """x [B, T, C] -> [B, T, C]; see the public function for the contract."""
+    """silu(sum_j weight[:, j] * input[position - (W - 1) + j]); inputs before position 0 are zero.
+
+    The raw input at position p lives in ring entry p mod ring_size. Committing a prefix of the
+    rows therefore needs no work: later rows overwrite what was refused.
+
+    Args:
+        x: [B, T, C] raw inputs of rows starts[b] .. starts[b] + T - 1.
+        weight: [C, W].
+        ring: [slots, ring_size, C], updated in place for the first num_rows[b] rows.
+            ring_size is at least W - 1 plus the most rows that may be refused at once.
+        slots: [B] int64, distinct where num_rows is positive.
+        starts: [B] int64, position of row 0.
+        num_rows: [B] int64, at most T; rows past it are padding.
+
+    Returns:
+        [B, T, C] in x's dtype.
+    """
     rows, ring_size, history = x.shape[1], ring.shape[1], weight.shape[1] - 1
     earlier = starts[:, None] - history + torch.arange(history, device=x.device)  # [B, W - 1]
     kept = ring[slots[:, None], earlier % ring_size]

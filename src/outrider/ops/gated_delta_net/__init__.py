@@ -97,7 +97,7 @@ def delta_net_prefill(
 
     Args:
         slot, start: [1] int64; nothing is pending for the slot.
-        piece_ends: row counts at which pieces of the chunked form end, see ops.gated_delta_rule.
+        piece_ends: row counts at which pieces of the chunked form end; see delta_prefill_reference.
         starts_sequence: the chunk begins at position 0: what the slot held before is ignored.
 
     Returns:

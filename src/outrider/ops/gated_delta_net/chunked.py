@@ -89,17 +89,22 @@ def chunked_rule(
     Returns:
         Outputs [T, HV, V] and the state [HV, V, K] float32 after the last row.
     """
-    (num_rows, key_heads, key_dim), (_, heads, value_dim) = keys.shape, values.shape
-    num_chunks = -(-num_rows // CHUNK)
-    fixed = {"T": num_rows, "BT": CHUNK, "cu_seqlens": None, "IS_VARLEN": False}
-    sizes = {**fixed, "H": key_heads, "HV": heads, "K": key_dim}
-    both = {**sizes, "V": value_dim}
+    sums, w, u = _corrections(keys, values, g, beta, options)
+    return _outputs(queries, keys, w, u, sums, state, options)
 
+
+def _corrections(
+    keys: Tensor, values: Tensor, g: Tensor, beta: Tensor, options: Mapping[str, Mapping[str, int]]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """G / ln 2 [T, HV], w [T, HV, K] and u [T, HV, V]; none of them looks at the state."""
+    (num_rows, heads), key_dim = g.shape, keys.shape[-1]
+    num_chunks = -(-num_rows // CHUNK)
+    sizes = _sizes(keys, values)
     # Sums and exponentials are to the base 2.
     sums = torch.empty_like(g)
     _kernel("sum_decays")[(num_chunks * heads,)](
-        s=g, o=sums, scale=1 / math.log(2), chunk_indices=None, B=1, H=heads, REVERSE=False,
-        HAS_SCALE=True, **fixed, **options["sum_decays"],
+        s=g, o=sums, scale=1 / math.log(2), chunk_indices=None, B=1, REVERSE=False,
+        HAS_SCALE=True, H=heads, **_fixed(num_rows), **options["sum_decays"],
     )  # fmt: skip
     # Zero, since only blocks on and below the diagonal are written, and all are read.
     inverse = keys.new_zeros((num_rows, heads, CHUNK))
@@ -110,20 +115,47 @@ def chunked_rule(
     w, u = keys.new_empty((num_rows, heads, key_dim)), torch.empty_like(values)
     _kernel("weigh")[(num_chunks, heads)](
         k=keys, v=values, beta=beta, w=w, u=u, A=inverse, g=sums, chunk_indices=None, USE_G=True,
-        **both, **options["weigh"],
+        V=values.shape[-1], **sizes, **options["weigh"],
     )  # fmt: skip
+    return sums, w, u
+
+
+def _outputs(
+    queries: Tensor,
+    keys: Tensor,
+    w: Tensor,
+    u: Tensor,
+    sums: Tensor,
+    state: Tensor,
+    options: Mapping[str, Mapping[str, int]],
+) -> tuple[Tensor, Tensor]:
+    """S before every chunk, one after the other; then o [T, HV, V] of all chunks at once, and S."""
+    (num_rows, heads, value_dim), key_dim = u.shape, keys.shape[-1]
+    num_chunks = -(-num_rows // CHUNK)
+    sizes = {**_sizes(keys, u), "V": value_dim}
     states = keys.new_empty((num_chunks, heads, value_dim, key_dim))
     updates, final = torch.empty_like(u), torch.empty_like(state)
     _kernel("states")[(-(-value_dim // options["states"]["BV"]) * heads,)](
         k=keys, v=u, w=w, v_new=updates, g=sums, gk=None, h=states, h0=state, ht=final,
         chunk_offsets=None, USE_G=True, USE_GK=False, USE_INITIAL_STATE=True,
-        STORE_FINAL_STATE=True, SAVE_NEW_VALUE=True, STATE_V_FIRST=True, **both,
+        STORE_FINAL_STATE=True, SAVE_NEW_VALUE=True, STATE_V_FIRST=True, **sizes,
         **options["states"],
     )  # fmt: skip
-    outputs = torch.empty_like(values)
+    outputs = torch.empty_like(u)
     _kernel("outputs")[(-(-value_dim // options["outputs"]["BV"]) * num_chunks, heads)](
         q=queries, k=keys, v=updates, h=states, g=sums, g_gamma=None, o=outputs,
-        chunk_indices=None, scale=1.0, USE_G=True, USE_G_GAMMA=False, STATE_V_FIRST=True, **both,
+        chunk_indices=None, scale=1.0, USE_G=True, USE_G_GAMMA=False, STATE_V_FIRST=True, **sizes,
         **options["outputs"],
     )  # fmt: skip
     return outputs, final
+
+
+def _fixed(num_rows: int) -> dict[str, Any]:
+    """Arguments of every kernel: one sequence, whole."""
+    return {"T": num_rows, "BT": CHUNK, "cu_seqlens": None, "IS_VARLEN": False}
+
+
+def _sizes(keys: Tensor, values: Tensor) -> dict[str, Any]:
+    """Arguments of the kernels that read keys."""
+    num_rows, key_heads, key_dim = keys.shape
+    return {**_fixed(num_rows), "H": key_heads, "HV": values.shape[1], "K": key_dim}

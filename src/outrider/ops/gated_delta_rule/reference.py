@@ -20,13 +20,13 @@ if TYPE_CHECKING:
 def delta_gates_reference(
     a: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """a, b [..., HV] -> g, beta [..., HV] float32."""
+    """(g, beta) = (-exp(A_log) softplus(a + dt_bias), sigmoid(b)); [..., HV] in, float32 out."""
     g = -a_log.float().exp() * softplus(a.float() + dt_bias.float())
     return g, sigmoid(b.float())
 
 
 def l2_normalise_reference(x: Tensor) -> Tensor:
-    """[..., K] -> [..., K] float32."""
+    """x / sqrt(sum(x^2) + 1e-6) over the last dimension, in float32."""
     x = x.float().contiguous()
     return x * torch.rsqrt((x * x).sum(-1, keepdim=True) + 1e-6)
 
@@ -84,7 +84,23 @@ def delta_round_reference(
     slots: Tensor,
     num_rows: Tensor,
 ) -> Tensor:
-    """queries, keys [B, T, HK, K], values [B, T, HV, V] -> [B, T, HV, V]."""
+    """Replay what the last round accepted into the state, then run this round's rows on a copy.
+
+    Args:
+        queries, keys: [B, T, HK, K] float32, normalised (queries scaled as well).
+        values: [B, T, HV, V].
+        g, beta: [B, T, HV] float32.
+        delta: state is advanced by the replay; records of the other parity are overwritten with
+            this round's rows.
+        pending: read only; the caller moves it on once every layer has run.
+        slots: [B] int64, distinct where num_rows is positive.
+        num_rows: [B] int64. A sequence with 0 rows is inert: nothing of its slot changes.
+
+    Returns:
+        [B, T, HV, V] in the values' dtype.
+    """
+    assert queries.shape == keys.shape and values.shape[:3] == g.shape == beta.shape
+    assert queries.shape[1] <= delta.record_keys.shape[2], "more rows than records"
     num_pending = torch.where(num_rows > 0, _num_pending(pending, slots), 0)
     state = _replayed(delta, pending, slots, num_pending)
     live = num_rows > 0
@@ -144,7 +160,20 @@ def delta_prefill_reference(
     state: Tensor,
     piece_ends: tuple[int, ...],
 ) -> tuple[Tensor, Tensor]:
-    """queries, keys [T, HK, K], values [T, HV, V], state [HV, V, K] -> outputs, state."""
+    """Run a chunk of one prompt, in pieces, in the chunked (WY) form.
+
+    Args:
+        queries, keys: [T, HK, K] float32, normalised (queries scaled as well).
+        values: [T, HV, V].
+        g, beta: [T, HV] float32.
+        state: [HV, V, K] before row 0; not modified. One of 16 bits is rounded where pieces end.
+        piece_ends: row counts at which pieces end, ascending, the last one T. They must lie at
+            absolute positions that do not depend on load, for the bits not to.
+
+    Returns:
+        outputs [T, HV, V] in the values' dtype, and the state [HV, V, K] after the last row.
+    """
+    assert piece_ends[-1] == queries.shape[0], (piece_ends, queries.shape)
     num_value_heads = values.shape[1]
     by_head = [
         x.transpose(0, 1).contiguous()

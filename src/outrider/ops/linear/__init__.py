@@ -6,8 +6,9 @@ from torch import Tensor
 from outrider.ops.dispatch import capability, is_hopper, uses_kernels
 from outrider.ops.linear.reference import linear_reference
 from outrider.ops.linear.segments import is_invariant, uses_library
+from outrider.ops.silu_mul import silu_mul
 
-__all__ = ["SUPPORTED_DTYPES", "is_invariant", "linear"]
+__all__ = ["SUPPORTED_DTYPES", "gated_linear", "is_invariant", "linear"]
 
 SUPPORTED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -45,3 +46,24 @@ def linear(x: Tensor, weight: Tensor) -> Tensor:
     from outrider.ops.linear.triton import linear_triton
 
     return linear_triton(x, weight)
+
+
+def gated_linear(x: Tensor, weight: Tensor) -> Tensor:
+    """silu(gate) * up of a projection to both, whose rows alternate: gate 0, up 0, gate 1, ...
+
+    Args:
+        x: [R, K], as in `linear`.
+        weight: [2M, K], as in `linear`.
+
+    Returns:
+        [R, M], dtype of x: gate and up are rounded to it, and silu(gate) is, before the product.
+        The bits of silu_mul(linear(x, weight)); on SM90 one kernel, which does not write the two.
+    """
+    if uses_kernels(x) and is_hopper(x) and x.shape[0] > 0:
+        from outrider.ops.linear.hopper import fits, linear_hopper
+
+        if fits(weight):
+            assert x.dtype == weight.dtype and x.shape[1] == weight.shape[1], (x.shape, x.dtype)
+            assert weight.shape[0] % 2 == 0, weight.shape
+            return linear_hopper(x, weight, gated=True)
+    return silu_mul(linear(x, weight))

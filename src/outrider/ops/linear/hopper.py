@@ -72,34 +72,6 @@ def copy_columns(desc, more_desc, ring, more_ring, filled, stage, o_column, o_k,
 
 
 @gluon.jit
-def send_for_weights(
-    p_weight, stride, o_output, N, num_columns, ahead, wanted, OUTPUTS: gl.constexpr
-):
-    """Fetch into L2 up to ahead bytes of each row of a tile, num_columns at most.
-
-    It waits for nothing: it is for the time in which the ring is full and x is not there yet.
-    """
-    ROWS: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-    o_row = gl.arange(0, 256, layout=ROWS)
-    num_bytes = min(ahead // 16 * 16, num_columns * 2)
-    b_bytes = gl.where(wanted & (o_row < OUTPUTS) & (o_row < N - o_output), num_bytes, 0)
-    p_rows = p_weight + (o_output + o_row).to(gl.int64) * stride
-    gl.inline_asm_elementwise(
-        """{
-        .reg .pred some;
-        setp.gt.s32 some, $2, 0;
-        @some cp.async.bulk.prefetch.L2.global [$1], $2;
-        mov.b32 $0, 0;
-        }""",
-        "=r,l,r",
-        [p_rows, b_bytes],
-        dtype=gl.int32,
-        is_pure=False,
-        pack=1,
-    )
-
-
-@gluon.jit
 def places(b_sum, FIRST_COLUMN: gl.constexpr, WEIGHTS_FIRST: gl.constexpr):
     """Token and output, counted inside the tile, of every sum of a block."""
     WGMMA: gl.constexpr = b_sum.type.layout
@@ -150,23 +122,74 @@ def add_partials(
     return b_sum
 
 
+@gluon.constexpr_function
+def rows_layout(outputs, vector, num_warps):
+    """A thread holds `vector` neighbouring outputs of a token."""
+    lanes = min(32, outputs // vector)
+    return gl.BlockedLayout([1, vector], [32 // lanes, lanes], [num_warps, 1], [1, 0])
+
+
 @gluon.jit
-def store_sums(b_sum, y_ptr, o_token, o_output, num_rows, N, WEIGHTS_FIRST: gl.constexpr):
-    """Round a block of sums and store it in rows of y, 16 bytes per thread."""
+def gated_pairs(b_y):
+    """silu(gate) * up of neighbours (gate, up), rounded where ops.silu_mul rounds."""
+    TYPE: gl.constexpr = b_y.dtype
+    b_pairs = b_y.reshape([b_y.shape[0], b_y.shape[1] // 2, 2])
+    b_gate, b_up = gl.split(b_pairs)
+    b_gate = b_gate.to(gl.float32)
+    b_silu = (b_gate / (1.0 + gl.exp(-b_gate))).to(TYPE).to(gl.float32)
+    return (b_silu * b_up.to(gl.float32)).to(TYPE)
+
+
+@gluon.jit
+def store_sums(
+    b_sum, y_ptr, o_token, o_output, num_rows, N, WEIGHTS_FIRST: gl.constexpr, GATED: gl.constexpr
+):
+    """Round a block of sums and store it in rows of y; 16 bytes per thread, 8 where GATED."""
     b_y = b_sum.to(y_ptr.dtype.element_ty)
     if WEIGHTS_FIRST:
         b_y = gl.permute(b_y, (1, 0))
-    TOKENS: gl.constexpr = b_y.shape[0]
     OUTPUTS: gl.constexpr = b_y.shape[1]
-    LANES: gl.constexpr = min(32, OUTPUTS // 8)
-    ROWS_OF_Y: gl.constexpr = gl.BlockedLayout(
-        [1, 8], [32 // LANES, LANES], [gl.num_warps(), 1], [1, 0]
-    )
-    b_y = gl.convert_layout(b_y, ROWS_OF_Y)
-    o_m = gl.arange(0, TOKENS, layout=gl.SliceLayout(1, ROWS_OF_Y))
-    o_n = o_output + gl.arange(0, OUTPUTS, layout=gl.SliceLayout(0, ROWS_OF_Y))
+    b_y = gl.convert_layout(b_y, rows_layout(OUTPUTS, 8, gl.num_warps()))
+    if GATED:
+        PAIRS: gl.constexpr = rows_layout(OUTPUTS // 2, 4, gl.num_warps())
+        b_y = gl.convert_layout(gated_pairs(b_y), PAIRS, assert_trivial=True)
+        o_output = o_output // 2
+        N = N // 2
+    ROWS_OF_Y: gl.constexpr = b_y.type.layout
+    o_m = gl.arange(0, b_y.shape[0], layout=gl.SliceLayout(1, ROWS_OF_Y))
+    o_n = o_output + gl.arange(0, b_y.shape[1], layout=gl.SliceLayout(0, ROWS_OF_Y))
     p_y = y_ptr + o_token.to(gl.int64) * N + o_m[:, None] * N + o_n[None, :]
     gl.store(p_y, b_y, mask=(o_m[:, None] < num_rows - o_token) & (o_n[None, :] < N))
+
+
+@gluon.jit
+def finish(
+    b_sum,
+    y_ptr,
+    p_partials,
+    i_segment,
+    o_token,
+    o_output,
+    num_rows,
+    N,
+    SEGMENTS: gl.constexpr,
+    TOKENS: gl.constexpr,
+    OUTPUTS: gl.constexpr,
+    FIRST_COLUMN: gl.constexpr,
+    WEIGHTS_FIRST: gl.constexpr,
+    GATED: gl.constexpr,
+):
+    """Add what the programs of the other segments have left, if there are any, and store."""
+    if SEGMENTS > 1:
+        b_sum = add_partials(
+            b_sum, i_segment, p_partials, num_rows - o_token,
+            SEGMENTS, TOKENS, OUTPUTS, FIRST_COLUMN, WEIGHTS_FIRST,
+        )  # fmt: skip
+    if WEIGHTS_FIRST:
+        o_token += FIRST_COLUMN
+    else:
+        o_output += FIRST_COLUMN
+    store_sums(b_sum, y_ptr, o_token, o_output, num_rows, N, WEIGHTS_FIRST, GATED)
 
 
 @gluon.jit
@@ -228,16 +251,9 @@ def accumulate(
             mbarrier.expect(filled.index(last_stage), STAGE_BYTES, pred=refill)
             copy_rows(row_desc, row_ring, filled, last_stage, o_row, o_next, refill)
             copy_columns(
-                column_desc,
-                more_desc,
-                column_ring,
-                more_ring,
-                filled,
-                last_stage,
-                o_column,
-                o_next,
-                refill,
-            )
+                column_desc, more_desc, column_ring, more_ring, filled, last_stage,
+                o_column, o_next, refill,
+            )  # fmt: skip
             i_step += 1
             last_stage = stage
             stage += 1
@@ -267,20 +283,17 @@ def wgmma_layout(columns, num_warps):
     )
 
 
-@gluon.jit(do_not_specialize=["num_rows", "weight_stride", "ahead"])
+@gluon.jit(do_not_specialize=["num_rows"])
 def linear_hopper_kernel(
     row_desc,  # [N or num_rows, K], box [ROWS, DEPTH]
     column_desc,  # [num_rows or N, K], box [COLUMNS, DEPTH]
     more_desc,  # the same matrix, box [MORE, DEPTH]; None where MORE is 0
-    weight_ptr,  # [N, K], rows weight_stride apart
-    y_ptr,  # [num_rows, N]
+    y_ptr,  # [num_rows, N], or half as wide where GATED
     partials_ptr,  # float32 [tiles, SEGMENTS, TOKENS, OUTPUTS]
     arrivals_ptr,  # int32 [tiles], zero before and after
     num_rows,
     N,
     K,
-    weight_stride,
-    ahead,
     ROWS: gl.constexpr,  # a multiple of 64
     COLUMNS: gl.constexpr,
     MORE: gl.constexpr,  # columns besides; each of the two is a power of two
@@ -290,8 +303,12 @@ def linear_hopper_kernel(
     SEGMENTS: gl.constexpr,
     SPREAD: gl.constexpr,
     GROUP: gl.constexpr,
+    GATED: gl.constexpr,
 ):
-    """y[m, n] = sum over segments i of (sum over k in segment i of x[m, k] w[n, k])."""
+    """y[m, n] = sum over segments i of (sum over k in segment i of x[m, k] w[n, k]).
+
+    GATED: rows 2 i and 2 i + 1 of w are gate and up of output i, silu(gate) * up.
+    """
     TOKENS: gl.constexpr = COLUMNS + MORE if WEIGHTS_FIRST else ROWS
     OUTPUTS: gl.constexpr = ROWS if WEIGHTS_FIRST else COLUMNS + MORE
     i_program = gl.program_id(0)
@@ -333,11 +350,6 @@ def linear_hopper_kernel(
                 column_desc, more_desc, column_ring, more_ring, filled, s, o_column, o_s, inside
             )
     gdc_launch_dependents()
-    if ahead > 0:
-        o_ahead = o_k + STAGES * DEPTH
-        num_columns = min(o_k + num_steps * DEPTH, K) - o_ahead
-        p_ahead = weight_ptr + o_ahead
-        send_for_weights(p_ahead, weight_stride, o_output, N, num_columns, ahead, i_m == 0, OUTPUTS)
     gdc_wait()
     for s in gl.static_range(STAGES):
         inside = s < num_steps
@@ -350,23 +362,15 @@ def linear_hopper_kernel(
             copy_rows(row_desc, row_ring, filled, s, o_row, o_s, inside)
 
     b_sum, b_more = accumulate(
-        row_desc,
-        column_desc,
-        more_desc,
-        row_ring,
-        column_ring,
-        more_ring,
-        filled,
-        o_row,
-        o_column,
-        o_k,
-        num_steps,
-        1 if SPREAD else SEGMENTS,
-    )
+        row_desc, column_desc, more_desc, row_ring, column_ring, more_ring, filled,
+        o_row, o_column, o_k, num_steps, 1 if SPREAD else SEGMENTS,
+    )  # fmt: skip
+    PARTS: gl.constexpr = SEGMENTS if SPREAD else 1
+    p_partials = partials_ptr
     is_last = True
     if SPREAD:
         rows_left = num_rows - o_token
-        p_partials = partials_ptr + i_program.to(gl.int64) * (SEGMENTS * TOKENS * OUTPUTS)
+        p_partials += i_program.to(gl.int64) * (SEGMENTS * TOKENS * OUTPUTS)
         p_own = p_partials + i_segment * (TOKENS * OUTPUTS)
         save_partial(b_sum, p_own, rows_left, OUTPUTS, 0, WEIGHTS_FIRST)
         if MORE > 0:
@@ -374,29 +378,19 @@ def linear_hopper_kernel(
         gl.thread_barrier()
         num_before = gl.atomic_add(arrivals_ptr + i_program, 1, sem="acq_rel", scope="gpu")
         is_last = num_before == SEGMENTS - 1
-    if is_last:
-        if SPREAD:
+        if is_last:
             gl.store(arrivals_ptr + i_program, 0)
-            b_sum = add_partials(
-                b_sum, i_segment, p_partials, rows_left, SEGMENTS, TOKENS, OUTPUTS, 0, WEIGHTS_FIRST
-            )
-        store_sums(b_sum, y_ptr, o_token, o_output, num_rows, N, WEIGHTS_FIRST)
+    if is_last:
+        place = (o_token, o_output, num_rows, N)
+        finish(
+            b_sum, y_ptr, p_partials, i_segment, *place,
+            PARTS, TOKENS, OUTPUTS, 0, WEIGHTS_FIRST, GATED,
+        )  # fmt: skip
         if MORE > 0:
-            if SPREAD:
-                b_more = add_partials(
-                    b_more,
-                    i_segment,
-                    p_partials,
-                    rows_left,
-                    SEGMENTS,
-                    TOKENS,
-                    OUTPUTS,
-                    COLUMNS,
-                    WEIGHTS_FIRST,
-                )
-            o_token += COLUMNS if WEIGHTS_FIRST else 0
-            o_output += 0 if WEIGHTS_FIRST else COLUMNS
-            store_sums(b_more, y_ptr, o_token, o_output, num_rows, N, WEIGHTS_FIRST)
+            finish(
+                b_more, y_ptr, p_partials, i_segment, *place,
+                PARTS, TOKENS, OUTPUTS, COLUMNS, WEIGHTS_FIRST, GATED,
+            )  # fmt: skip
 
 
 def fits(weight: Tensor) -> bool:
@@ -412,7 +406,8 @@ class Launch:
     Triton specialises on is the same every time: N, K, the dtype, and aligned memory.
     """
 
-    def __init__(self, product: Product, tile: Tile) -> None:
+    def __init__(self, product: Product, tile: Tile, gated: bool = False) -> None:
+        """gated: see the kernel; y is [R, N / 2] then."""
         self.product, self.tile = product, tile
         num_tiles = product.num_programs(tile.tokens, tile.outputs, spread=False)
         self.grid = (product.num_programs(tile.tokens, tile.outputs, tile.spread), 1, 1)
@@ -424,7 +419,7 @@ class Launch:
         # In the order of the kernel's parameters.
         self.constants = (
             *(tile.rows, *tile.columns, tile.depth, tile.stages),
-            *(tile.weights_first, product.segments, tile.spread, group),
+            *(tile.weights_first, product.segments, tile.spread, group, gated),
         )
         self.options = {"num_warps": tile.num_warps, "launch_pdl": True}
         self.kernel: Any = None
@@ -444,11 +439,10 @@ class Launch:
         if self.partials_shape is not None:
             partials = torch.empty(self.partials_shape, dtype=torch.float32, device=x.device)
             arrivals = arrival_counters(weight)
-        sizes = (num_rows, n, k, row_stride(weight), tile.ahead)
-        return (*descriptors, weight, y, partials, arrivals, *sizes, *self.constants)
+        return (*descriptors, y, partials, arrivals, num_rows, n, k, *self.constants)
 
     def __call__(self, x: Tensor, weight: Tensor, y: Tensor) -> None:
-        """Write x W^T to y, contiguous; x and weight as `can_copy` demands."""
+        """Write the product to y, contiguous; x and weight as `can_copy` demands."""
         arguments = self.arguments(x, weight, y)
         if self.kernel is None:
             self.kernel = linear_hopper_kernel[self.grid](*arguments, **self.options)
@@ -462,18 +456,23 @@ class Launch:
 
 
 @lru_cache(maxsize=8192)
-def launch_for(num_rows: int, n: int, k: int, dtype: torch.dtype, device: torch.device) -> Launch:
+def launch_for(
+    num_rows: int, n: int, k: int, dtype: torch.dtype, device: torch.device, gated: bool
+) -> Launch:
     """The launch that serves a number of rows and a weight [n, k]."""
     del dtype  # compiled kernels differ in it
     product = Product(num_rows, n, k, num_segments(n, k), num_multiprocessors(device))
-    return Launch(product, choose_tile(product))
+    return Launch(product, choose_tile(product), gated)
 
 
-def linear_hopper(x: Tensor, weight: Tensor) -> Tensor:
-    """x [R, K] with any strides, weight [N, K] for which `fits` holds -> [R, N]."""
+def linear_hopper(x: Tensor, weight: Tensor, *, gated: bool = False) -> Tensor:
+    """x [R, K] with any strides, weight [N, K] for which `fits` holds -> [R, N].
+
+    With gated, rows of weight alternate gate and up, and the result is silu(gate) * up [R, N / 2].
+    """
     if not can_copy(x):
         x = x.clone(memory_format=torch.contiguous_format)
     (num_rows, k), n = x.shape, weight.shape[0]
-    y = torch.empty((num_rows, n), dtype=x.dtype, device=x.device)
-    launch_for(num_rows, n, k, x.dtype, x.device)(x, weight, y)
+    y = torch.empty((num_rows, n // 2 if gated else n), dtype=x.dtype, device=x.device)
+    launch_for(num_rows, n, k, x.dtype, x.device, gated)(x, weight, y)
     return y

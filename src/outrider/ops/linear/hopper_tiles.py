@@ -36,8 +36,6 @@ class Tile(NamedTuple):
     """Whether outputs, not tokens, are the 64-row operand of wgmma."""
     spread: bool
     """Whether each segment of a tile has a program of its own."""
-    ahead: int = 0
-    """Bytes of every weight row, past the ring, sent for to L2 while the kernel in front runs."""
 
     @property
     def rows(self) -> int:
@@ -72,12 +70,17 @@ class Product(NamedTuple):
 
 
 MEASURED = {
-    (64, 24576): Tile(64, 192, 128, 3, 4, False, False),
-    (128, 6144): Tile(64, 128, 64, 9, 4, False, False),
-    (128, 32000): Tile(128, 256, 64, 4, 8, False, False),
-    (256, 6144): Tile(128, 128, 64, 7, 8, False, False),
+    (32, 4096, 4096): Tile(32, 64, 128, 9, 4, True, False),
+    (64, 24576, 4096): Tile(64, 192, 128, 3, 4, False, False),
+    (128, 6144, 4096): Tile(128, 64, 64, 9, 8, False, False),
+    (128, 10240, 4096): Tile(128, 128, 64, 7, 8, False, False),
+    (128, 32000, 4096): Tile(128, 256, 64, 4, 8, False, False),
+    (128, 151936, 4096): Tile(128, 192, 64, 5, 8, False, False),
+    (128, 248320, 4096): Tile(128, 192, 64, 5, 8, False, False),
+    (256, 6144, 4096): Tile(128, 128, 64, 7, 8, False, False),
 }
-"""By (rows up to, N): what was faster in a chain of layers on an H200 than what the rules say."""
+"""By (rows up to, N, K): what was faster on an H200 than what the rules say, in a chain of layers
+(bench/results/2026-11-29-linear-chain-h200.json) or, of heads, alone (...-linear-128-rows-...)."""
 
 
 @lru_cache(maxsize=8192)
@@ -87,12 +90,12 @@ def choose_tile(product: Product) -> Tile:
     Up to 32 rows only the weight's bytes count. Above, copies from L2 and products soon take as
     long, and the tile is the one with the best estimate. bench/linear_sweep.py measures others.
     """
-    num_rows, n, _, segments, num_multiprocessors = product
+    num_rows, n, k, _, num_multiprocessors = product
+    measured = MEASURED.get((1 << (num_rows - 1).bit_length(), n, k))
+    if measured and num_multiprocessors == 132:
+        return measured
     if num_rows <= 32:
         return choose_skinny_tile(product)
-    measured = MEASURED.get((1 << (num_rows - 1).bit_length(), n))
-    if measured and segments == 1 and num_multiprocessors == 132:
-        return measured
     return min(tiles(product), key=lambda tile: estimate(product, tile))
 
 
@@ -106,22 +109,11 @@ def choose_skinny_tile(product: Product) -> Tile:
     num_rows, n, k, segments, num_multiprocessors = product
     tokens = 8 if num_rows <= 8 else 16 if num_rows <= 16 else 32
     programs = -(-n // 64)
-    is_uneven = num_multiprocessors < programs <= num_multiprocessors * 3 // 2
-    if segments == 1 and is_uneven and tokens > 8:
-        # Some multiprocessors would have two programs, and most one. For 8 tokens or fewer that
-        # is still better than 64 rows of x, nearly all of them padding, in every step.
-        return fill_ring(product, 64, fitting_width(product), 128, False, False)
     way = k // segments
     is_long = way >= 6144 or (way >= 4096 and tokens > 8)
     one_each = programs * segments <= num_multiprocessors
     budget = SHARED_MEMORY if one_each and is_long else HALF
     return fill_ring(product, tokens, 64, 128, True, segments > 1, budget)
-
-
-def fitting_width(product: Product) -> int:
-    """The fewest outputs a program with which every multiprocessor has one program at most."""
-    fits = (w for w in WIDTHS if -(-product.n // w) <= product.num_multiprocessors)
-    return next(fits, WIDTHS[-1])
 
 
 def tiles(product: Product) -> Iterator[Tile]:

@@ -1,4 +1,7 @@
-"""Reference Philox4x32-10 on int64 tensors that hold unsigned 32-bit words."""
+"""Reference Philox4x32-10 on int64 tensors that hold unsigned 32-bit words.
+
+Race times are the noise of ops.sampling; its kernels make them where they use them.
+"""
 
 from enum import IntEnum
 
@@ -33,7 +36,15 @@ def _multiply(word: Tensor, multiplier: int) -> tuple[Tensor, Tensor]:
 
 
 def philox_reference(counter: tuple[Tensor, Tensor, Tensor, Tensor], seed: Tensor) -> Tensor:
-    """Four words [...] and seed [...] -> [..., 4]."""
+    """Four 32-bit words for each counter.
+
+    Args:
+        counter: four int64 tensors of values in [0, 2^32), of shapes that broadcast to [...].
+        seed: int64 of a shape that broadcasts to [...], all 64 bits used as the key.
+
+    Returns:
+        [..., 4] int64, values in [0, 2^32).
+    """
     c0, c1, c2, c3 = torch.broadcast_tensors(*counter)
     k0, k1 = seed & MASK, (seed >> 32) & MASK
     for _ in range(NUM_PHILOX_ROUNDS):
@@ -63,7 +74,20 @@ def _exponential(words: Tensor) -> Tensor:
 def race_times_reference(
     seeds: Tensor, keys: Tensor, num_tokens: int, purpose: Purpose, index: Tensor | int
 ) -> Tensor:
-    """seeds, keys [R] -> [R, num_tokens]."""
+    """Standard exponential times, one for each row and token id: the noise of a sampled row.
+
+    argmin over ids of time / p is a sample from p. The time of an id depends on (seed, key,
+    purpose, index, id) only: neither the batch nor the vocabulary's end matters.
+
+    Args:
+        seeds: [R] int64.
+        keys: [R] int64; for Purpose.TARGET the absolute position of the token being drawn, else
+            the number of committed tokens at the start of the round.
+        index: place in the block, one for all rows or [R] int64.
+
+    Returns:
+        [R, num_tokens] float32, positive and finite.
+    """
     block = torch.arange(-(-num_tokens // 4), device=seeds.device)  # four ids share a counter
     row_index = index[:, None] if isinstance(index, Tensor) else index
     words = philox_reference(_counter(block, keys[:, None], purpose, row_index), seeds[:, None])
@@ -73,7 +97,7 @@ def race_times_reference(
 def race_times_of_reference(
     seeds: Tensor, keys: Tensor, token_ids: Tensor, purpose: Purpose, index: int
 ) -> Tensor:
-    """seeds, keys [R], token_ids [R, m] -> [R, m]."""
+    """The entries `token_ids` [R, m] of what race_times_reference gives."""
     counter = _counter(token_ids // 4, keys[:, None], purpose, index)
     words = philox_reference(counter, seeds[:, None])
     return _exponential(words.gather(-1, (token_ids % 4)[..., None])[..., 0])

@@ -12,7 +12,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 LN2 = tl.constexpr(0.6931471805599453)
-NUM_WARPS, BLOCK = 4, 1024
+NUM_WARPS = 4
 UNIFORMS_BLOCK = 128
 
 
@@ -91,42 +91,6 @@ def stream(p_index, i_row, index, purpose, PER_ROW: tl.constexpr):
     return tl.cast(index, tl.int64) * 256 + purpose
 
 
-@triton.jit(do_not_specialize=["index", "purpose"])
-def _race_times(
-    p_seeds,  # [R] int64
-    p_keys,  # [R] int64
-    p_index,  # [R] int64 where PER_ROW
-    p_ids,  # [R, num_tokens] int64 where LISTED
-    p_times,  # [R, num_tokens] float32
-    num_tokens,
-    index,
-    purpose,
-    PER_ROW: tl.constexpr,
-    LISTED: tl.constexpr,
-    BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """times[r, i] = exponential(word of (seed, key, index, purpose, id)), id listed or i itself."""
-    i_row = tl.program_id(1).to(tl.int64)
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
-    seed, key = tl.load(p_seeds + i_row), tl.load(p_keys + i_row)
-    last = stream(p_index, i_row, index, purpose, PER_ROW)
-    p_row = p_times + i_row * num_tokens
-    if LISTED:
-        o_i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-        b_ids = tl.load(p_ids + i_row * num_tokens + o_i, mask=o_i < num_tokens, other=0)
-        b_word = word_of(philox_words(seed, key, last, b_ids >> 2), b_ids)
-        tl.store(p_row + o_i, exponential(b_word), mask=o_i < num_tokens)
-    else:
-        o_block = tl.program_id(0) * (BLOCK // 4) + tl.arange(0, BLOCK // 4)
-        b_words = philox_words(seed, key, last, o_block)
-        for j in tl.static_range(4):
-            o_i = o_block * 4 + j
-            tl.store(p_row + o_i, exponential(b_words[j]), mask=o_i < num_tokens)
-
-
 @triton.jit(do_not_specialize=["size", "count", "purpose"])
 def _uniforms(
     p_seeds,  # [R] int64
@@ -150,42 +114,6 @@ def _uniforms(
     b_last = b_index.to(tl.int64) * 256 + purpose
     b_words = philox_words(b_seed, b_key, b_last, o_flat * 0)
     tl.store(p_uniforms + o_flat, uniform(b_words[0]), mask=inside)
-
-
-def race_times_kernel(
-    seeds: Tensor,
-    keys: Tensor,
-    num_tokens: int,
-    purpose: int,
-    index: Tensor | int,
-    *,
-    token_ids: Tensor | None = None,
-    pdl: bool,
-) -> Tensor:
-    """[R] seeds and keys -> times [R, num_tokens] float32, of the listed ids or of all."""
-    num_rows = seeds.shape[0]
-    times = torch.empty((num_rows, num_tokens), dtype=torch.float32, device=seeds.device)
-    if times.numel() == 0:
-        return times
-    per_row = isinstance(index, Tensor)
-    _race_times[(triton.cdiv(num_tokens, BLOCK), num_rows)](
-        seeds.contiguous(),
-        keys.contiguous(),
-        index.contiguous() if per_row else seeds,
-        seeds if token_ids is None else token_ids.contiguous(),
-        times,
-        num_tokens,
-        0 if per_row else index,
-        int(purpose),
-        per_row,
-        token_ids is not None,
-        BLOCK,
-        pdl,
-        num_warps=NUM_WARPS,
-        enable_fp_fusion=False,
-        launch_pdl=pdl,
-    )
-    return times
 
 
 def uniforms_kernel(seeds: Tensor, keys: Tensor, count: int, purpose: int, *, pdl: bool) -> Tensor:

@@ -5,12 +5,29 @@ from torch import Tensor
 
 
 def rotary_angles_reference(
-    positions: Tensor, inverse_frequencies: Tensor, scale: float
+    positions: Tensor,
+    inverse_frequencies: Tensor,
+    scale: float,
+    sections: tuple[int, int, int] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """positions [R], inverse_frequencies [P / 2] -> cos, sin [R, P] float32."""
-    angles = positions.float()[:, None] * inverse_frequencies
+    """positions [R] or [3, R], inverse_frequencies [P / 2] -> cos, sin [R, P] float32."""
+    if positions.dim() == 1:
+        turning = positions.float()[:, None]  # [R, 1]
+    else:
+        assert sections is not None, "sections say which frequency takes which position"
+        axes = _axes(sections, inverse_frequencies.shape[0]).to(positions.device)
+        turning = positions.float()[axes].t()  # [R, P / 2]
+    angles = turning * inverse_frequencies
     angles = torch.cat((angles, angles), dim=-1)
     return angles.cos() * scale, angles.sin() * scale
+
+
+def _axes(sections: tuple[int, int, int], count: int) -> Tensor:
+    """[count]: which of time (0), height (1) and width (2) each frequency turns with."""
+    axes = torch.zeros(count, dtype=torch.int64)
+    for axis in (1, 2):
+        axes[axis : 3 * sections[axis] : 3] = axis
+    return axes
 
 
 def rotary_reference(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

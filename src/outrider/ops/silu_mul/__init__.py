@@ -1,4 +1,4 @@
-"""silu(gate) * up on a concatenated [gate | up] projection."""
+"""silu(gate) * up on a projection to both."""
 
 import torch
 from torch import Tensor
@@ -10,7 +10,10 @@ SUPPORTED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:
-    """[R, 2M] laid out as [gate | up] -> silu(gate) * up, [R, M], in the input's dtype."""
+    """[R, 2M], whose columns alternate gate and up -> silu(gate) * up, [R, M], of the same dtype.
+
+    Neighbours, because a tile of a projection then holds both, whatever its width.
+    """
     assert gate_up.dtype in SUPPORTED_DTYPES, gate_up.dtype
     assert gate_up.dim() == 2 and gate_up.shape[1] % 2 == 0, gate_up.shape
     if uses_kernels(gate_up):

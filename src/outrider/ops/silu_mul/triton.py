@@ -7,12 +7,12 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 COLUMNS, NUM_WARPS = 1024, 4
-"""A vector of 16 bytes of gate and of up for each thread, in 16 bits."""
+"""Two vectors of 16 bytes for each thread, in 16 bits."""
 
 
 @triton.jit
 def _silu_mul(
-    p_gate_up,  # [R, 2 * SIZE], rows stride apart
+    p_gate_up,  # [R, SIZE, 2], rows stride apart
     p_output,  # [R, SIZE]
     stride,
     SIZE: tl.constexpr,
@@ -22,17 +22,17 @@ def _silu_mul(
     """output = gate * sigmoid(gate), rounded to the dtype, times up."""
     PIECES: tl.constexpr = (SIZE + COLUMNS - 1) // COLUMNS
     i_row = (tl.program_id(0) // PIECES).to(tl.int64)
-    o_d = (tl.program_id(0) % PIECES) * COLUMNS + tl.arange(0, COLUMNS)
-    inside = o_d < SIZE
+    first = (tl.program_id(0) % PIECES) * COLUMNS
+    o_pair = 2 * first + tl.arange(0, 2 * COLUMNS)
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
-    p_row = p_gate_up + i_row * stride + o_d
-    b_gate = tl.load(p_row, mask=inside, other=0.0).to(tl.float32)
-    b_up = tl.load(p_row + SIZE, mask=inside, other=0.0).to(tl.float32)
+    b_pairs = tl.load(p_gate_up + i_row * stride + o_pair, mask=o_pair < 2 * SIZE, other=0.0)
+    b_gate, b_up = tl.split(tl.reshape(b_pairs.to(tl.float32), (COLUMNS, 2)))
     DTYPE: tl.constexpr = p_output.dtype.element_ty
     b_silu = (b_gate / (1.0 + tl.exp(-b_gate))).to(DTYPE).to(tl.float32)
-    tl.store(p_output + i_row * SIZE + o_d, (b_silu * b_up).to(DTYPE), mask=inside)
+    o_d = first + tl.arange(0, COLUMNS)
+    tl.store(p_output + i_row * SIZE + o_d, (b_silu * b_up).to(DTYPE), mask=o_d < SIZE)
 
 
 def silu_mul_kernel(gate_up: Tensor, *, pdl: bool) -> Tensor:
