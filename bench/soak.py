@@ -42,11 +42,10 @@ def make_engine(options: argparse.Namespace, *, alone: bool) -> Engine:
             prefill_grid=16,
             num_kv_blocks=400 if alone else 60,
             max_num_seqs=4 if alone else 16,
-            num_state_checkpoints=3,
-            checkpoint_interval=32,
             enable_prefix_caching=not alone,
             look_ahead=0 if alone else 1,
             speculative_config=spec,
+            **({} if alone else {"num_state_checkpoints": 3, "checkpoint_interval": 32}),
         )
     )
 

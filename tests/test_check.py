@@ -174,7 +174,7 @@ CANNOT: dict[str, tuple[Callable[[Path, Path], EngineConfig], type[OutriderError
     "no tokenizer": (without_tokenizer, CheckpointError),
     "broken weights": (with_broken_weights, CheckpointError),
     "a target that cannot host the method": (without_head, ConfigError),
-    "too little memory": (lambda model, _: config(model, num_kv_blocks=1), CapacityError),
+    "too little memory": (lambda model, _: config(model, kv_cache_memory_gib=1e-6), CapacityError),
     "too little room for the prompts": (
         lambda model, _: config(model, max_model_len=64),
         RequestError,

@@ -140,6 +140,18 @@ def _is_one_line(text: str) -> bool:
         (["demo", "--method", "tea"], "speculative method is not known: got 'tea'"),
         (["demo", "--num-draft-tokens", "0"], "num_draft_tokens: got 0"),
         (["demo", "--tokens", "0"], "max_tokens: got 0"),
+        (["generate", "M", "--prompt", "x", "--json", "--color", "always"], "JSON has no colours"),
+        (
+            ["generate", "M", "--prompt", "x", "--max-draft-tokens", "2"],
+            "there are no drafts: got '--max-draft-tokens'",
+        ),
+        (
+            [
+                *("generate", "M", "--prompt", "x", "--speculative-algorithm", "mtp"),
+                *("--no-speculation", "--draft-sampling", "coupled"),
+            ],
+            "--no-speculation leaves no drafts: got '--draft-sampling'; give either",
+        ),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
@@ -158,8 +170,21 @@ def test_what_the_user_got_wrong_is_one_line_and_exit_code_2_before_a_model_is_l
     [
         (["generate", "./nowhere", "--prompt", "x"], "model folder does not exist"),
         (["demo", "--model", "./nowhere"], "model folder does not exist"),
+        (
+            ["generate", "~nosuchuser/m", "--prompt", "x"],
+            "model: there is no home folder for this user: got '~nosuchuser/m'; write the path out",
+        ),
+        (
+            ["draft-vocab", "~nosuchuser", "t", "--out", "o"],
+            "model: there is no home folder for this user: got '~nosuchuser'",
+        ),
+        (
+            ["serve", "~nosuchuser"],
+            "model: there is no home folder for this user: got '~nosuchuser'",
+        ),
+        (["chat", "/" + "x" * 300], "model cannot be looked at (File name too long)"),
     ],
-    ids=["generate", "demo"],
+    ids=["generate", "demo", "no user", "draft-vocab", "serve", "long name"],
 )
 def test_a_model_that_is_not_there_is_one_line_and_exit_code_2(
     words: list[str], message: str, capsys: pytest.CaptureFixture[str]

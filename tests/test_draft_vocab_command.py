@@ -117,6 +117,19 @@ def test_the_command_writes_a_table_and_says_how_good_it_is(
     ]
 
 
+def test_without_a_size_a_small_vocabulary_gives_a_quarter_of_its_ids(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text, out = tmp_path / "text.txt", tmp_path / "ids.json"
+    text.write_text("zzy")
+    assert main(["draft-vocab", str(model), str(text), "--out", str(out)]) == 0
+    table = json.loads(out.read_text())
+    z, y = ids_of("zy")
+    assert table["size"] == len(table["token_ids"]) == 272 // 4
+    assert table["token_ids"][:4] == [0, 1, z, y]
+    assert ": 68 of the 272 ids of " in capsys.readouterr().out
+
+
 def test_the_engine_drafts_with_the_table_that_the_command_wrote(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -137,12 +150,12 @@ def test_the_engine_drafts_with_the_table_that_the_command_wrote(
     ("change", "message"),
     [
         (["--size", "0"], "--size: got 0; allowed: an integer from 1 to 272"),
-        ([], "--size: got 32768; allowed: an integer from 1 to 272"),
+        (["--size", "273"], "--size: got 273; allowed: an integer from 1 to 272"),
         (["NONE", "--size", "4"], "text file cannot be read"),
         (["LATIN", "--size", "4"], "text file cannot be read"),
         (["--size", "4", "--out", "NOWHERE/ids.json"], "the ids cannot be written"),
     ],
-    ids=["size", "default size", "no file", "not UTF-8", "no folder"],
+    ids=["size", "large size", "no file", "not UTF-8", "no folder"],
 )
 def test_what_cannot_be_done_is_one_line(
     model: Path,

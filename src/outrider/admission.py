@@ -109,6 +109,13 @@ class AdmissionRules:
             self._check_id(f"prompt token {index}", token_id)
 
     def _check_params(self, params: SamplingParams) -> None:
+        reports = params.logprobs is not None or params.prompt_logprobs is not None
+        if params.logprobs_mode != "raw" and not reports:
+            raise RequestError(
+                "logprobs_mode has no effect: no log probabilities are reported",
+                got=params.logprobs_mode,
+                hint="ask for logprobs or prompt_logprobs, or leave it out",
+            )
         for token_id in params.stop_token_ids:
             self._check_id("stop token id", token_id)
         for token_id in params.logit_bias or ():

@@ -27,6 +27,7 @@ from outrider.cli_flags import (
     SAMPLING_FLAGS,
     add_engine_flags,
     add_flags,
+    check_drafts,
     destination,
     engine_options,
     sampling_options,
@@ -69,7 +70,8 @@ def add_commands(parser: argparse.ArgumentParser) -> None:
     )
     for command, run, num_iters in ((latency, run_latency, 3), (throughput, run_throughput, 1)):
         _add_work(command, num_iters)
-        add_engine_flags(command)
+        # Prompts are random ids and no text is made of the outputs.
+        add_engine_flags(command, without=("tokenizer",))
         command.add_argument(
             "--synthetic-acceptance-length",
             dest=destination(SpeculativeConfig, "synthetic_acceptance_length"),
@@ -240,6 +242,7 @@ def engine_config(
 def _start(args: argparse.Namespace, config: EngineConfig) -> tuple[Bench, ResultFile]:
     """Load the engine, run one request through it, and say what stands."""
     options = sampling_options(args)
+    check_drafts(engine_options(args), options)
     file = ResultFile(args.json, {"command": shlex.join(["outrider", *sys.argv[1:]])})
     bench = Bench(config, options)
     first = bench.run(1, args.input_len, _SHORTEST_OUTPUT).first_tokens[0]

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import TextIO
 
-from outrider.config import EngineConfig
+from outrider.config import EngineConfig, SpeculativeConfig
 from outrider.demo import first_difference, load_prompts
-from outrider.errors import OutriderError
+from outrider.errors import ConfigError, OutriderError
 from outrider.llm import LLM
 from outrider.output import RequestOutput, total_speculation
 from outrider.params import SamplingParams
@@ -60,6 +60,7 @@ def check(config: EngineConfig, *, num_tokens: int = 64) -> CheckReport:
         num_tokens: tokens of each text.
     """
     try:
+        _refuse_sampled_drafts(config)
         prompts = [prompt.text for prompt in load_prompts()]
         plain_llm = _open(dataclasses.replace(config, speculative_config=None))
         plain, plain_seconds = _generate(plain_llm, prompts, num_tokens)
@@ -83,6 +84,21 @@ def check(config: EngineConfig, *, num_tokens: int = 64) -> CheckReport:
         plain_passes=total_speculation(plain).num_passes,
         seconds=(plain_seconds, drafted_seconds),
     )
+
+
+def _refuse_sampled_drafts(config: EngineConfig) -> None:
+    spec = config.speculative_config
+    if spec is None:
+        return
+    usual = SpeculativeConfig(spec.method, spec.model)
+    for name in ("draft_sampling", "draft_top_m"):
+        if getattr(spec, name) != getattr(usual, name):
+            raise ConfigError(
+                f"{name}: a check draws drafts in the two ways whose texts can be compared, "
+                "argmax and coupled",
+                got=getattr(spec, name),
+                hint="leave it out",
+            )
 
 
 def _open(config: EngineConfig) -> LLM:

@@ -19,11 +19,12 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, NoReturn
 
-from outrider import bench, check, demo, draft_vocab, render, trace_command
+from outrider import bench, chat, check, demo, draft_vocab, render, trace_command
 from outrider.cli_flags import (
     add_engine_flags,
     add_flags,
     add_sampling_flags,
+    check_drafts,
     engine_options,
     given,
     sampling_options,
@@ -68,8 +69,7 @@ def _run(argv: Sequence[str] | None) -> int:
 
 def print_error(error: OutriderError, about: str = "") -> None:
     """One line on stderr, whatever the message holds."""
-    message = " ".join(str(error).splitlines())
-    print(f"outrider: error: {about}{message}", file=sys.stderr)
+    print(render.error_line(error, about), file=sys.stderr)
 
 
 class _Parser(argparse.ArgumentParser):
@@ -110,6 +110,9 @@ def build_parser() -> argparse.ArgumentParser:
     serve.add_argument("--verbose", action="store_true", help="log what the engine does")
     serve.set_defaults(run=_serve)
 
+    talk = commands.add_parser("chat", help="talk to a model, here or behind a server")
+    chat.add_arguments(talk)
+
     examine = commands.add_parser("check", help="is the text the same with speculation?")
     examine.add_argument(
         "--num-tokens", type=int, default=64, metavar="N", help="tokens of each text (64)"
@@ -132,12 +135,12 @@ def build_parser() -> argparse.ArgumentParser:
     show = commands.add_parser("demo", help="compare a small model with and without speculation")
     demo.add_arguments(show)
 
-    for command, run in ((generate, _generate), (show, demo.run)):
+    for command, run in ((generate, _generate), (talk, chat.run), (show, demo.run)):
         command.add_argument(
             "--color",
             choices=("auto", "always", "never"),
             default="auto",
-            help="show each token's origin and the rejected guesses (default: on a terminal)",
+            help="show who chose each token (default: on a terminal)",
         )
         command.add_argument("--verbose", action="store_true", help="log what the engine does")
         command.set_defaults(run=run)
@@ -158,8 +161,14 @@ def _generate(args: argparse.Namespace) -> int:
     chosen = sampling_options(args)
     if not args.json and not {"logprobs", "prompt_logprobs"}.isdisjoint(chosen):
         raise RequestError("log probabilities are shown as JSON only", hint="add --json")
+    if args.json and args.color == "always":
+        raise ConfigError(
+            "JSON has no colours", got="--color always", hint="leave it or --json out"
+        )
     trace_command.check(args)
-    llm = LLM(**engine_options(args))
+    options = engine_options(args)
+    check_drafts(options, chosen)
+    llm = LLM(**options)
     params = dataclasses.replace(llm.default_params(), **chosen)
 
     started = time.perf_counter()

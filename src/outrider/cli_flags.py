@@ -40,9 +40,14 @@ SAMPLING_FLAGS: Mapping[str, str] = {"seed": "request-seed"}
 _METAVARS: Mapping[type, str] = {int: "N", float: "X", str: "TEXT"}
 
 
-def add_engine_flags(parser: argparse.ArgumentParser) -> None:
-    """MODEL, a flag for every field of EngineConfig, and those for speculation."""
-    add_flags(parser, EngineConfig)
+def add_engine_flags(parser: argparse.ArgumentParser, without: Collection[str] = ()) -> None:
+    """MODEL, a flag for every field of EngineConfig, and those for speculation.
+
+    Args:
+        without: fields of EngineConfig that the command has no use for.
+    """
+    names = [field.name for field in dataclasses.fields(EngineConfig)]
+    add_flags(parser, EngineConfig, only=[name for name in names if name not in without])
     group = parser.add_argument_group(
         "speculation", "either these flags, or all of it in --speculative-config"
     )
@@ -99,6 +104,41 @@ def given(args: argparse.Namespace, config: type) -> dict[str, Any]:
         for field in dataclasses.fields(config)
         if (name := destination(config, field.name)) in values
     }
+
+
+def check_drafts(options: Mapping[str, Any], sampling: Mapping[str, Any]) -> None:
+    """Refuse flags that say how a request is drafted for where nothing drafts.
+
+    Args:
+        options: of the engine.
+        sampling: what was given of SamplingParams.
+
+    Raises:
+        ConfigError: there is such a flag.
+    """
+    idle = [name for name in ("max_draft_tokens", "draft_sampling") if name in sampling]
+    if idle and options["speculative_config"] is None:
+        flags = " ".join(f"--{name.replace('_', '-')}" for name in idle)
+        raise ConfigError(
+            "there are no drafts", got=flags, hint="name a method with --speculative-algorithm"
+        )
+    if idle and sampling.get("speculation") is False:
+        flags = " ".join(f"--{name.replace('_', '-')}" for name in idle)
+        raise ConfigError("--no-speculation leaves no drafts", got=flags, hint="give either")
+
+
+def flag_names(
+    args: argparse.Namespace, config: type, names: Mapping[str, str] | None = None
+) -> list[str]:
+    """What the command line gave of a dataclass, as the flags that stand there."""
+    shown: list[str] = []
+    for field in dataclasses.fields(config):
+        if field.name in given(args, config):
+            flag = (names or {}).get(field.name)
+            is_positional = flag is None and field.default is dataclasses.MISSING
+            flag = flag or field.name.replace("_", "-")
+            shown.append(field.name.upper() if is_positional else f"--{flag}")
+    return shown
 
 
 def engine_options(args: argparse.Namespace) -> dict[str, Any]:
@@ -205,16 +245,20 @@ def _json(text: str) -> Any:
         raise argparse.ArgumentTypeError(f"not JSON ({error}): {text[:80]!r}") from error
 
 
+def read_json_object(text: str) -> dict[str, Any]:
+    """A JSON object from the command line; argparse reports what is none."""
+    content = _json(text)
+    if not isinstance(content, dict):
+        raise argparse.ArgumentTypeError(f"not a JSON object: {text!r}")
+    return cast(dict[str, Any], content)
+
+
 def _json_mapping(key: Callable[[Any], Any], value: Callable[[Any], Any]) -> Callable[[str], Any]:
     """Reads a JSON object, whose keys are always strings, as a mapping of these types."""
 
     def read(text: str) -> Any:
-        content = _json(text)
-        if not isinstance(content, dict):
-            raise argparse.ArgumentTypeError(f"not a JSON object: {text!r}")
-        items = cast(dict[str, Any], content).items()
         try:
-            return {key(k): value(v) for k, v in items}
+            return {key(k): value(v) for k, v in read_json_object(text).items()}
         except (TypeError, ValueError) as error:
             raise argparse.ArgumentTypeError(f"{error}: {text!r}") from error
 

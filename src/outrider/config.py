@@ -7,7 +7,7 @@ nothing of models: what depends on a checkpoint is resolved by the engine.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from math import lcm
 from typing import Literal
 
@@ -184,13 +184,14 @@ class EngineConfig:
         device: "auto" is CUDA where there is one.
         load_format: "dummy" fills weights with random values of the right shapes.
         seed: seed of dummy weights and of requests that bring none.
-        num_threads: threads of torch on a CPU, for the whole process; None is one for models under
-            100 M parameters, whose matrices are too small to share out, and else torch's own.
+        num_threads: threads of torch on the host, for the whole process; None is torch's own, and
+            on a CPU one for models under 100 M parameters, whose matrices are too small to share.
         max_model_len: most tokens of a sequence, prompt and output; None is the checkpoint's own.
         max_num_seqs: most sequences that run at once, which is the number of state slots; the
             recurrent state of hybrid models comes on top of the KV memory, and is logged.
         gpu_memory_utilization: share of a GPU's memory that may be in use, above 0 and at most 1:
-            weights, states, KV, workspace, and what other processes hold.
+            weights, states, KV, workspace, and what other processes hold. Without a GPU there is
+            nothing to share, and another value than the default is refused.
         block_size: tokens in a block of KV, a multiple of 16 from 16 to 256.
         num_kv_blocks: blocks of KV; None derives it from the memory there is.
         kv_cache_memory_gib: most memory for KV in GiB, where num_kv_blocks is None. None is 1 GiB
@@ -282,6 +283,9 @@ class EngineConfig:
         check_type(error, "enable_prefix_caching", self.enable_prefix_caching, bool)
         check_int(error, "num_state_checkpoints", self.num_state_checkpoints, 0)
         check_int(error, "checkpoint_interval", self.checkpoint_interval, 1)
+        if not self.enable_prefix_caching:
+            reason = "states are kept for the prefix cache, which is switched off"
+            self.refuse_idle(("num_state_checkpoints", "checkpoint_interval"), reason)
 
     def _check_memory(self) -> None:
         share, gib = self.gpu_memory_utilization, self.kv_cache_memory_gib
@@ -292,9 +296,31 @@ class EngineConfig:
             check_real(ConfigError, "kv_cache_memory_gib", gib)
             if gib <= 0:
                 raise ConfigError("kv_cache_memory_gib", got=gib, allowed="more than 0")
+            if self.num_kv_blocks is not None:
+                raise ConfigError(
+                    "memory for KV is given twice",
+                    got=f"num_kv_blocks={self.num_kv_blocks}, kv_cache_memory_gib={gib}",
+                    allowed="num_kv_blocks or kv_cache_memory_gib",
+                )
         check_choice(
             ConfigError, "state_dtype", self.state_dtype, ("float32", "float16", "bfloat16")
         )
+
+    def refuse_idle(self, names: Sequence[str], reason: str) -> None:
+        """Raise where one of these fields, which have no effect here, is not its default.
+
+        Args:
+            reason: why they have none.
+        """
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if field.name in names and value != field.default:
+                raise ConfigError(
+                    f"{field.name} has no effect ({reason})",
+                    got=value,
+                    allowed=f"the default, {field.default}",
+                    hint="leave it out",
+                )
 
     @property
     def num_speculative_tokens(self) -> int:

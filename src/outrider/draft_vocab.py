@@ -20,7 +20,7 @@ from outrider.models.config import ModelConfig
 from outrider.models.files import resolve_checkpoint
 from outrider.tokenizer import Tokenizer
 
-_DEFAULT_SIZE = 32768
+_MOST_BY_DEFAULT = 32768
 _PIECE_CHARACTERS = 1 << 20
 
 
@@ -58,7 +58,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="text like the one that will be generated; a model's own answers are best",
     )
     parser.add_argument(
-        "--size", type=int, default=_DEFAULT_SIZE, metavar="N", help=f"ids ({_DEFAULT_SIZE})"
+        "--size",
+        type=int,
+        metavar="N",
+        help=f"ids ({_MOST_BY_DEFAULT}, or a quarter of the vocabulary where that is less)",
     )
     parser.add_argument(
         "--out", type=Path, required=True, metavar="FILE", help="where the ids are written, as JSON"
@@ -69,10 +72,13 @@ def run(args: argparse.Namespace) -> int:
     """Count, choose, write, and say what came of it."""
     folder = resolve_checkpoint(args.model)
     config = ModelConfig.from_hf(folder)
-    check_int(ConfigError, "--size", args.size, 1, config.vocab_size)
+    size = args.size
+    if size is None:
+        size = max(min(_MOST_BY_DEFAULT, config.vocab_size // 4), 1)
+    check_int(ConfigError, "--size", size, 1, config.vocab_size)
     tokenizer = Tokenizer.from_pretrained(folder)
     counts = count_ids(tokenizer, args.texts)
-    table = choose(args.model, config, tokenizer.special_ids, counts, args.size)
+    table = choose(args.model, config, tokenizer.special_ids, counts, size)
     try:
         args.out.write_text(json.dumps(asdict(table)) + "\n", encoding="utf-8")
     except OSError as error:

@@ -101,7 +101,7 @@ class Engine:
             logger.warning(
                 "%s is set, for debugging: kernels and bits are not the usual ones", override
             )
-        if checkpoint.device.type == "cpu":
+        if checkpoint.device.type == "cpu" or config.num_threads is not None:
             set_threads(config.num_threads, sum(p.numel() for p in target.parameters()))
 
         compile_linears(config, target, drafter)

@@ -60,11 +60,21 @@ def refuse_variant_shapes(device: torch.device, target: CausalLM, drafter: Draft
 def plan_engine_memory(
     config: EngineConfig, checkpoint: Checkpoint, target: CausalLM, drafter: Drafter | None
 ) -> MemoryPlan:
-    """Divide the memory that is left beside the weights."""
+    """Divide the memory that is left beside the weights.
+
+    Raises:
+        ConfigError: an option has no effect on this device or with this model.
+        CapacityError: something does not fit.
+    """
     specs = target.cache_specs + (() if drafter is None else drafter.cache_specs)
     on_gpu = checkpoint.device.type == "cuda"
     max_rows, model = config.num_speculative_tokens + 1, checkpoint.config
     slot_bytes = state_bytes_per_slot(specs, max_rows, DTYPES[config.state_dtype], checkpoint.dtype)
+    if not on_gpu:
+        config.refuse_idle(("gpu_memory_utilization",), "the model runs on the CPU")
+    if not slot_bytes:
+        names = ("state_dtype", "num_state_checkpoints", "checkpoint_interval")
+        config.refuse_idle(names, "the model has no recurrent state")
     needs = MemoryNeeds(
         weight_bytes=(
             torch.cuda.memory_allocated(checkpoint.device)

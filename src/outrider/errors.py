@@ -90,6 +90,10 @@ class EngineDeadError(OutriderError, RuntimeError):
     """The engine process has ended: what was in flight is lost, and nothing new can be served."""
 
 
+class ServerError(OutriderError, RuntimeError):
+    """What a server said in place of an answer, or that it cannot be reached."""
+
+
 def _phrase(allowed: str | Iterable[object] | None) -> str | None:
     if allowed is None or isinstance(allowed, str):
         return allowed

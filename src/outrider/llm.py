@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from typing import Any, overload
 
@@ -104,7 +104,7 @@ class LLM:
 
     def stream(
         self, prompt: Prompt, params: SamplingParams | None = None
-    ) -> Iterator[RequestOutput]:
+    ) -> Generator[RequestOutput]:
         """Continue one prompt and yield after every step that brought tokens.
 
         Closing the iterator early ends the request. Several streams, and calls between their
@@ -132,7 +132,7 @@ class LLM:
         assert isinstance(output, RequestOutput)
         return output
 
-    def _stream(self, token_ids: list[int], params: SamplingParams) -> Iterator[RequestOutput]:
+    def _stream(self, token_ids: list[int], params: SamplingParams) -> Generator[RequestOutput]:
         # Queued at the first step, so that an iterator that nobody starts holds nothing.
         with self._inbox() as inbox:
             inbox.add(token_ids, params)

@@ -29,6 +29,11 @@ _CONTROLS = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t
 _ON_ONE_LINE = _CONTROLS | {ord("\n"): "↵", ord("\t"): "⇥"}
 
 
+def harmless(text: str) -> str:
+    """Text that a terminal shows and does not obey."""
+    return text.translate(_CONTROLS)
+
+
 def use_color(mode: str, stream: TextIO, environment: Mapping[str, str]) -> bool:
     """Whether to colour: `mode` is auto, always or never; auto heeds NO_COLOR (no-color.org)."""
     if mode != "auto":
@@ -85,15 +90,20 @@ class TextPainter:
 
     def push(self, output: Completion) -> str:
         """Take the request as it stands; returns what is new. It may end inside a line."""
+        shown = harmless if self._color else str
+        return "".join(paint(shown(text), code) for text, code in self.spans(output))
+
+    def spans(self, output: Completion) -> list[tuple[str, str]]:
+        """What `push` shows, as pieces of text and the SGR code of each."""
         if not self._color:
             new, self._num_given = output.text[self._num_given :], len(output.text)
-            return new
+            return [(new, "")]
         for trace in output.rounds[self._num_rounds :]:
             self._take(trace, output.token_ids)
         self._num_rounds = len(output.rounds)
         if output.finished:
             self._pieces.append((self._detokenizer.flush(), self._code))
-        return "".join(self._ready(len(output.text)))
+        return list(self._ready(len(output.text)))
 
     def _take(self, trace: RoundTrace, token_ids: Sequence[int]) -> None:
         for origin in trace.origins:
@@ -111,7 +121,7 @@ class TextPainter:
         both = self._tokenizer.decode([*before, *rejected], skip_special_tokens=False)
         return both[len(given) :].translate(_ON_ONE_LINE)
 
-    def _ready(self, num_characters: int) -> Iterator[str]:
+    def _ready(self, num_characters: int) -> Iterator[tuple[str, str]]:
         """Pieces up to the end of the text, which stop strings hold back or cut."""
         while self._pieces:
             text, code = self._pieces.popleft()
@@ -120,10 +130,14 @@ class TextPainter:
                 self._num_given += min(len(text), left)
                 if len(text) > left:
                     self._pieces.appendleft((text[left:], code))
-                    yield paint(text[:left].translate(_CONTROLS), code)
+                    yield text[:left], code
                     return
-                text = text.translate(_CONTROLS)
-            yield paint(text, code)
+            yield text, code
+
+
+def error_line(error: Exception, about: str = "") -> str:
+    """An error as the command reports it: one line, whatever the message holds."""
+    return f"outrider: error: {about}{' '.join(str(error).splitlines())}"
 
 
 def acceptance_line(stats: SpeculationStats) -> str:

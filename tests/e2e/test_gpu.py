@@ -44,6 +44,8 @@ def make(
     max_num_seqs: int = 8,
     **options: object,
 ) -> Engine:
+    if "num_kv_blocks" not in options:
+        options["kv_cache_memory_gib"] = 0.5
     return Engine(
         EngineConfig(
             model,
@@ -51,7 +53,6 @@ def make(
             device="cuda",
             max_num_seqs=max_num_seqs,
             max_model_len=320,
-            kv_cache_memory_gib=0.5,
             debug_checks=True,
             speculative_config=spec,
             **options,  # type: ignore[arg-type]

@@ -38,7 +38,9 @@ def engine_for(method: str, **options: Any) -> Engine:
     }
     if method == "plain":
         return make_engine(trained_folder("tiny-qwen3.5"), **defaults)
-    if method == "eagle3":
+    if method == "eagle3":  # its target has no recurrent state, and refuses what is said of it
+        for name in ("num_state_checkpoints", "checkpoint_interval"):
+            defaults.pop(name, None)
         target, draft = trained_pair()
         return make_engine(target, 3, method=method, draft=draft, **defaults)
     return make_engine(trained_folder("tiny-qwen3.5"), 3, method=method, **defaults)

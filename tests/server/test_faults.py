@@ -218,7 +218,7 @@ def test_the_engine_does_not_outlive_a_server_that_is_killed() -> None:
 
 
 def test_a_model_that_cannot_be_loaded_ends_the_server_with_one_line() -> None:
-    server = Server("--num-kv-blocks", "1", awaits_ready=False)
+    server = Server("--kv-cache-memory-gib", "0.000001", awaits_ready=False)
     assert server.process.wait(30) == 2
     server.stop()
     errors = [line for line in server.lines if "error" in line]

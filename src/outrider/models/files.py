@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from outrider.errors import CheckpointError
+from outrider.errors import CheckpointError, OutriderError
 from outrider.models.presets import is_preset
 
 _PATTERNS = ("*.json", "*.safetensors", "*.jinja", "*.txt")
@@ -25,12 +25,24 @@ def resolve_checkpoint(model: str, revision: str | None = None) -> Path:
         revision: branch, tag or commit, for hub ids.
 
     Raises:
-        CheckpointError: a path that does not exist or is not a folder, or a download that failed.
+        CheckpointError: a path that does not exist or is not a folder, a revision of what has
+            none, or a download that failed.
     """
-    path = Path(model).expanduser()
-    if path.is_dir() or is_preset(model):
+    path = user_path(CheckpointError, "model", model)
+    try:
+        is_folder, exists = path.is_dir(), path.exists()
+    except OSError as error:
+        raise CheckpointError(f"model cannot be looked at ({error.strerror})", got=model) from error
+    if is_folder or is_preset(model):
+        if revision is not None:
+            raise CheckpointError(
+                "revision of a local folder or a preset",
+                got=revision,
+                allowed="None: only models on the hub have revisions",
+                hint="leave the revision out, or name the model by its hub id",
+            )
         return path
-    if path.exists():
+    if exists:
         raise CheckpointError(
             "model is a file", got=model, allowed="a folder", hint="name the folder that holds it"
         )
@@ -42,6 +54,18 @@ def resolve_checkpoint(model: str, revision: str | None = None) -> Path:
             hint="check the path",
         )
     return _download(model, revision)
+
+
+def user_path(error: type[OutriderError], what: str, name: str) -> Path:
+    """A path in which ~ and ~user stand for home folders; an error where there is no such user."""
+    try:
+        return Path(name).expanduser()
+    except RuntimeError as reason:
+        raise error(
+            f"{what}: there is no home folder for this user",
+            got=name,
+            hint="write the path out",
+        ) from reason
 
 
 def _download(model: str, revision: str | None) -> Path:

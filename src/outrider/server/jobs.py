@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Coroutine, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 from starlette.requests import Request
@@ -29,6 +29,8 @@ from outrider.server.service import Place, Service
 
 _SSE_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 _DONE = b"data: [DONE]\n\n"
+
+Result = TypeVar("Result")
 
 
 @dataclass
@@ -55,45 +57,63 @@ class Job:
         return len(self.choices)
 
 
+class _Deadline:
+    """When a request that begins now has to have ended.
+
+    Attributes:
+        at: by the event loop's clock; None where there is no limit.
+        error: what who waits is told then.
+    """
+
+    def __init__(self, seconds: float | None) -> None:
+        self.at = None if seconds is None else asyncio.get_running_loop().time() + seconds
+        self.error = DeadlineError(
+            "the request took too long", got=f"more than {seconds} s", hint="lower max_tokens"
+        )
+
+
 class RunningJob:
     """A job that the engine has accepted."""
 
     def __init__(
-        self, job: Job, streams: list[RequestStream], place: Place, timeout: float | None
+        self, job: Job, streams: list[RequestStream], place: Place, deadline: _Deadline
     ) -> None:
         self._job = job
         self._place = place
         self._streams = streams
         self._outputs: list[RequestOutput | None] = [None] * len(streams)
         self._timer: asyncio.TimerHandle | None = None
-        if timeout is not None:
-            self._timer = asyncio.get_running_loop().call_later(timeout, self._expire, timeout)
+        if deadline.at is not None:
+            self._timer = asyncio.get_running_loop().call_at(
+                deadline.at, self._expire, deadline.error
+            )
 
     @classmethod
     async def start(cls, job: Job, service: Service) -> RunningJob:
-        """Submit every prompt.
+        """Submit every prompt, and return once the engine has accepted them.
 
         Raises:
-            ApiError: one of them cannot be served; none runs then.
+            ApiError: one of them cannot be served, or the engine took too long; none runs then.
         """
         place = service.take_place(job.num_sequences, "prompt" if len(job.prompts) > 1 else "n")
+        deadline = _Deadline(service.options.request_timeout)
         streams: list[RequestStream] = []
         try:
-            for prompt in job.prompts:
-                streams.append(await service.llm.submit(prompt, job.params))
+            async with asyncio.timeout_at(deadline.at):
+                for prompt in job.prompts:
+                    streams.append(await service.llm.submit(prompt, job.params))
         except BaseException as error:
             place.leave()
             for stream in streams:
                 stream.close()
+            if isinstance(error, TimeoutError):  # an engine that does not even take requests
+                raise from_outrider(deadline.error) from error
             if isinstance(error, OutriderError):
                 raise from_outrider(error, job.names) from error
             raise
-        return cls(job, streams, place, service.options.request_timeout)
+        return cls(job, streams, place, deadline)
 
-    def _expire(self, timeout: float) -> None:
-        error = DeadlineError(
-            "the request took too long", got=f"more than {timeout} s", hint="lower max_tokens"
-        )
+    def _expire(self, error: DeadlineError) -> None:
         for stream in self._streams:
             stream.cancel(error)
 
@@ -199,20 +219,21 @@ class RunningJob:
             yield job.heading.chunk() | {"choices": [], "usage": usage(self._finished())}
 
 
-async def answer(request: Request, running: RunningJob, streams: bool) -> Response:
+async def answer(request: Request, job: Job, service: Service, streams: bool) -> Response:
     """The response of a job; a client that leaves ends it."""
+    running = await _unless_gone(request, RunningJob.start(job, service))
     if streams:
         return _EventStream(running)
     try:
-        content = await _unless_gone(request, running)
+        content = await _unless_gone(request, running.whole())
     finally:
         running.close()
     return Response(msgspec.json.encode(content), media_type="application/json")
 
 
-async def _unless_gone(request: Request, running: RunningJob) -> dict[str, Any]:
-    """The whole response; ApiError where nobody waits for it any more."""
-    work = asyncio.create_task(running.whole())
+async def _unless_gone(request: Request, result: Coroutine[Any, Any, Result]) -> Result:
+    """The result; ApiError where nobody waits for it any more."""
+    work = asyncio.create_task(result)
     gone = asyncio.create_task(_gone(request))
     try:
         await asyncio.wait((work, gone), return_when=asyncio.FIRST_COMPLETED)

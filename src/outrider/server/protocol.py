@@ -203,8 +203,8 @@ class TokenizeRequest(Model):
     messages: Annotated[list[Message], Field(min_length=1)] | None = None
     tools: list[Tool] | None = None
     chat_template_kwargs: JsonObject | None = None
-    add_generation_prompt: bool = True
-    add_special_tokens: bool = True
+    add_generation_prompt: bool | None = Field(None, description="with messages; true by default")
+    add_special_tokens: bool | None = Field(None, description="with prompt; true by default")
     return_token_strs: bool = False
 
 

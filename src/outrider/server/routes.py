@@ -15,7 +15,7 @@ from outrider.errors import RequestError
 from outrider.server.chat import ChatPrompt, chat_prompt
 from outrider.server.choices import ChatChoice, CompletionChoice
 from outrider.server.errors import bad_field, from_outrider
-from outrider.server.jobs import Job, RunningJob, answer
+from outrider.server.jobs import Job, answer
 from outrider.server.parsing import CallParser, ChatParser, tool_schemas
 from outrider.server.protocol import (
     ChatRequest,
@@ -67,7 +67,7 @@ async def completions(body: CompletionRequest, request: Request) -> Response:
         traces=bool(body.outrider_trace),
         names={},
     )
-    return await answer(request, await RunningJob.start(job, service), bool(body.stream))
+    return await answer(request, job, service, bool(body.stream))
 
 
 def _prompts(given: str | list[str] | list[int] | list[list[int]]) -> list[str | list[int]]:
@@ -151,7 +151,7 @@ async def chat_completions(body: ChatRequest, request: Request) -> Response:
         traces=bool(body.outrider_trace),
         names={} if body.structured_output else {"structured_output": renamed},
     )
-    return await answer(request, await RunningJob.start(job, service), bool(body.stream))
+    return await answer(request, job, service, bool(body.stream))
 
 
 async def _chat_prompt(service: Service, body: ChatRequest | TokenizeRequest) -> ChatPrompt:
@@ -165,7 +165,7 @@ async def _chat_prompt(service: Service, body: ChatRequest | TokenizeRequest) ->
         body.messages,
         tools,
         body.chat_template_kwargs or {},
-        body.add_generation_prompt,
+        body.add_generation_prompt is not False,
     )
 
 
@@ -197,14 +197,16 @@ async def tokenize(body: TokenizeRequest, request: Request) -> Response:
     if (body.prompt is None) == (body.messages is None):
         raise bad_field("prompt", "prompt: give this or messages")
     if body.prompt is None:
+        if body.add_special_tokens is not None:
+            raise bad_field("add_special_tokens", "add_special_tokens: allowed with prompt only")
         token_ids = (await _chat_prompt(service, body)).token_ids
     else:
-        for name in ("tools", "chat_template_kwargs"):
+        for name in ("tools", "chat_template_kwargs", "add_generation_prompt"):
             if getattr(body, name) is not None:
                 raise bad_field(name, f"{name}: allowed with messages only")
         try:
             token_ids = await asyncio.to_thread(
-                service.tokenizer.encode, body.prompt, body.add_special_tokens
+                service.tokenizer.encode, body.prompt, body.add_special_tokens is not False
             )
         except RequestError as error:
             raise from_outrider(error) from error

@@ -116,6 +116,10 @@ def _common_fields(body: SamplingRequest, defaults: Mapping[str, Any]) -> dict[s
     if body.logit_bias is not None:
         fields["logit_bias"] = _logit_bias(body.logit_bias)
     if body.speculation is not None:
+        for name in ("max_draft_tokens", "draft_sampling"):
+            if not body.speculation.enabled and getattr(body.speculation, name) is not None:
+                param = f"speculation.{name}"
+                raise bad_field(param, f"{param}: allowed with enabled=true only")
         fields["speculation"] = body.speculation.enabled
         fields["max_draft_tokens"] = body.speculation.max_draft_tokens
         fields["draft_sampling"] = body.speculation.draft_sampling

@@ -20,6 +20,7 @@ from torch import Tensor
 from outrider.checks import check_int
 from outrider.errors import CheckpointError, ConfigError, OutriderError
 from outrider.models.build import Checkpoint
+from outrider.models.files import user_path
 
 TABLE_NAME = "draft_vocab.json"
 """The table in a checkpoint's folder that a bare number of ids refers to."""
@@ -41,7 +42,7 @@ def draft_ids(choice: str | int, checkpoint: Checkpoint) -> Tensor:
     """
     vocab_size = checkpoint.config.vocab_size
     if isinstance(choice, str):
-        ids = read_ids(Path(choice).expanduser(), vocab_size, ConfigError)
+        ids = read_ids(user_path(ConfigError, "draft_vocab", choice), vocab_size, ConfigError)
     elif checkpoint.files is None:  # dummy weights: any ids cost the same
         check_int(ConfigError, "draft_vocab", choice, 1, vocab_size)
         ids = list(range(choice))

@@ -64,4 +64,11 @@ def build_drafter(checkpoint: Checkpoint, target: CausalLM, config: SpeculativeC
             got="sampled",
             allowed=("argmax", "coupled"),
         )
+    default = SpeculativeConfig(config.method, config.model).draft_top_m
+    if config.draft_top_m != default and not drafter.samples:
+        raise ConfigError(
+            f"draft_top_m: method {config.method} has no distribution to cut",
+            got=config.draft_top_m,
+            hint="leave it out",
+        )
     return drafter
