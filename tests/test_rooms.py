@@ -55,6 +55,7 @@ PART_OF = {
     "growing": "llm",
     "render": "cli",
     "engine_setup": "engine",
+    "span_rules": "scheduler",
     "structured": "engine",
 }
 """Files that stand beside a room's own file and belong to it."""

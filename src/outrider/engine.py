@@ -7,12 +7,17 @@ from collections import deque
 from collections.abc import Sequence as SequenceABC
 from dataclasses import dataclass
 
-from outrider.admission import AdmissionRules
 from outrider.batch import Batch, FinishReason, Span, SpanResult
-from outrider.cache.manager import CacheManager
 from outrider.checks import check_text
 from outrider.config import EngineConfig
-from outrider.engine_setup import plan_engine_memory, refuse_variant_shapes, set_threads
+from outrider.engine_setup import (
+    admission_rules,
+    build_cache,
+    build_runner,
+    plan_engine_memory,
+    refuse_variant_shapes,
+    set_threads,
+)
 from outrider.errors import (
     CapacityError,
     DrainingError,
@@ -20,21 +25,15 @@ from outrider.errors import (
     RequestError,
     StuckRoundError,
 )
-from outrider.models.base import CausalLM
-from outrider.models.build import DTYPES, Checkpoint, load_target
+from outrider.models.build import Checkpoint, load_target
 from outrider.models.config import ModelConfig
 from outrider.models.files import resolve_checkpoint
-from outrider.ops.dispatch import kernels_are_on, overrides
+from outrider.ops.dispatch import overrides
 from outrider.output import OutputBuilder, RequestOutput
 from outrider.params import SamplingParams
 from outrider.request import Sequence, Status
-from outrider.runner.memory import (
-    MemoryPlan,
-)
-from outrider.runner.rounds import Masks, Runner, RunnerOptions, Submission
-from outrider.runner.storage import StorageSize
+from outrider.runner.rounds import Masks, Submission
 from outrider.scheduler import Scheduler, SchedulerConfig
-from outrider.spec.base import Drafter
 from outrider.spec.registry import build_drafter
 from outrider.structured import GrammarCompiler, GrammarMatcher
 from outrider.tokenizer import Tokenizer
@@ -103,14 +102,8 @@ class Engine:
         for line in plan.lines():
             logger.info("%s", line)
         self.max_model_len = plan.max_model_len
-        size = StorageSize(
-            num_blocks=plan.num_blocks + 1,
-            block_size=config.block_size,
-            num_slots=config.max_num_seqs + plan.needs.num_checkpoints + 1,
-            max_rows=config.num_speculative_tokens + 1,
-        )
-        self.runner = self._build_runner(checkpoint, target, drafter, size)
-        self.cache = _build_cache(config, plan)
+        self.runner = build_runner(config, checkpoint, target, drafter, plan)
+        self.cache = build_cache(config, plan)
         unit = config.prefix_unit or 1
         self.scheduler = Scheduler(
             SchedulerConfig(
@@ -122,7 +115,7 @@ class Engine:
             ),
             self.cache,
         )
-        self._admission = self._admission_rules(drafter, tokenizer)
+        self._admission = admission_rules(config, checkpoint, drafter, tokenizer, plan)
         self._grammars = None
         if tokenizer is not None:
             eos = self.model_config.eos_token_ids
@@ -136,55 +129,6 @@ class Engine:
         self._look_ahead = 0 if checkpoint.device.type == "cpu" else 1
         if config.look_ahead is not None:
             self._look_ahead = config.look_ahead
-
-    def _build_runner(
-        self,
-        checkpoint: Checkpoint,
-        target: CausalLM,
-        drafter: Drafter | None,
-        size: StorageSize,
-    ) -> Runner:
-        spec = self.config.speculative_config
-        if spec is not None and spec.synthetic_rates is not None:
-            logger.warning("acceptance is synthetic, for benchmarks: texts are not the model's own")
-        options = RunnerOptions(
-            size=size,
-            max_model_len=self.max_model_len,
-            prefill_grid=self.config.prefill_grid,
-            dtype=checkpoint.dtype,
-            device=checkpoint.device,
-            draft_top_m=1 if spec is None else spec.draft_top_m,
-            synthetic_rates=None if spec is None else spec.synthetic_rates,
-            state_dtype=DTYPES[self.config.state_dtype],
-            use_graphs=(
-                checkpoint.device.type == "cuda"
-                and kernels_are_on()
-                and not self.config.enforce_eager
-            ),
-        )
-        try:
-            return Runner(target, drafter, options)
-        except RuntimeError as error:  # how torch says that memory cannot be had
-            raise CapacityError(
-                f"caches do not fit into memory ({error})",
-                got=f"{size.num_blocks} blocks of KV and {size.num_slots} state slots",
-                hint="lower num_kv_blocks, kv_cache_memory_gib or max_num_seqs",
-            ) from error
-
-    def _admission_rules(
-        self, drafter: Drafter | None, tokenizer: Tokenizer | None
-    ) -> AdmissionRules:
-        spec = self.config.speculative_config
-        return AdmissionRules(
-            vocab_size=self.model_config.vocab_size,
-            max_model_len=self.max_model_len,
-            eos_token_ids=self.model_config.eos_token_ids,
-            engine_seed=self.config.seed,
-            draft_sampling=None if spec is None else spec.draft_sampling,
-            drafter_samples=None if drafter is None else drafter.samples,
-            tokenizer=tokenizer,
-            synthetic_acceptance=spec is not None and spec.synthetic_rates is not None,
-        )
 
     @property
     def has_work(self) -> bool:
@@ -403,14 +347,3 @@ class Engine:
         if self.config.debug_checks:
             self.cache.check_integrity()
         return outputs
-
-
-def _build_cache(config: EngineConfig, plan: MemoryPlan) -> CacheManager:
-    recurrent = plan.needs.slot_bytes > 0
-    return CacheManager(
-        plan.num_blocks,
-        config.block_size,
-        config.max_num_seqs,
-        prefix_unit=config.prefix_unit,
-        num_checkpoints=plan.needs.num_checkpoints if recurrent else None,
-    )

@@ -162,33 +162,35 @@ class CacheManager:
         missing = self.num_blocks_for(num_positions) - len(self._holdings[sequence_id].block_ids)
         return max(missing, 0)
 
-    def commit(self, sequence_id: int, num_tokens: int) -> bool:
-        """num_tokens more positions stand; they were reserved before.
+    def commit(self, sequence_id: int, num_positions: int) -> None:
+        """The first num_positions stand; they were reserved before.
 
-        Returns:
-            Whether a block is full that is not published.
+        Need not be said of less than a block.
         """
         holding = self._holdings[sequence_id]
-        holding.num_committed += num_tokens
-        capacity = len(holding.block_ids) * self.block_size
-        assert holding.num_committed <= capacity, "committed past what was reserved"
-        return holding.num_committed // self.block_size > len(holding.nodes)
+        assert num_positions <= len(holding.block_ids) * self.block_size, (
+            "committed past what was reserved"
+        )
+        holding.num_committed = num_positions
 
-    def publish(self, sequence_id: int, text: Callable[[int, int], tuple[int, ...]]) -> None:
+    def publish(self, sequence_id: int, text: Callable[[int, int], tuple[int, ...]]) -> bool:
         """Let others read the blocks that are full by now.
 
         Args:
             text: tokens begin .. end - 1 of the sequence, of which there is one more than is
                 committed here, or more.
+
+        Returns:
+            Whether the sequence's table has changed: it reads another's copy of a block now.
         """
         if self._prefix_unit is None:
-            return
+            return False
         holding, size = self._holdings[sequence_id], self.block_size
+        changes = False
         for index in range(len(holding.nodes), holding.num_committed // size):
             parent = holding.nodes[-1] if holding.nodes else None
-            *block, next_token_id = text(index * size, (index + 1) * size + 1)
-            node = self._tree.insert(parent, tuple(block), holding.block_ids[index], next_token_id)
-            self._tree.use(node)
+            key = text(index * size, (index + 1) * size + 1)
+            node = self._tree.insert(parent, key, holding.block_ids[index])
             holding.nodes.append(node)
             if node.block_id != holding.block_ids[index]:
                 # Somebody computed the same text: one copy is enough, or a sequence that outlives
@@ -196,6 +198,8 @@ class CacheManager:
                 self.blocks.give_back([holding.block_ids[index]])
                 holding.block_ids[index] = node.block_id
                 holding.table = None
+                changes = True
+        return changes
 
     def take_checkpoint(self, sequence_id: int, position: int) -> int | None:
         """A slot for the sequence's state at `position`; None where there is one already, or none.
