@@ -198,9 +198,9 @@ class Batch:
         return self.prefill + self.rounds
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # as with spans
 class SpanResult:
-    """What became of one span.
+    """What became of one span. Nobody changes one.
 
     Attributes:
         token_ids: committed tokens, trimmed at stop ids and the length limit.
