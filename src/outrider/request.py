@@ -136,6 +136,13 @@ class Sequence:
         self.num_committed = len(self.request.prompt_token_ids) + len(self.output_token_ids)
         self.num_committed_at_most = self.num_committed
 
+    def gave_way(self) -> None:
+        """It holds nothing any more, and waits to be prefilled again."""
+        self.status, self.slot = Status.WAITING, None
+        self.num_computed = self.num_submitted = 0
+        self.proposed_token_ids = ()
+        self.round_holds_to = NEVER
+
     @property
     def num_committed_at_least(self) -> int:
         """Tokens of the text once everything in flight has ended: each round emits one or more.

@@ -13,6 +13,7 @@ truth, does what there is room for. What needs the truth on the host waits for i
 from __future__ import annotations
 
 from bisect import insort
+from collections.abc import Iterable
 
 from outrider.batch import Batch, Checkpoint, Effects, FinishReason, SlotSetup, Span, SpanResult
 from outrider.cache.manager import CacheManager, Match
@@ -37,6 +38,7 @@ class Scheduler:
         self._running: list[Sequence] = []  # by rank, as the waiting ones are
         self._by_id: dict[int, Sequence] = {}  # the running ones
         self._ending: dict[int, Sequence] = {}  # ended, and still in flight
+        self._most_running = cache.slots.size
 
     @property
     def has_work(self) -> bool:
@@ -51,17 +53,24 @@ class Scheduler:
         """Queue a sequence behind those that arrived before it."""
         insort(self._waiting, sequence, key=_by_rank)
 
+    def forget(self, sequences: Iterable[Sequence]) -> None:
+        """Take back sequences that were just queued, as far as they were."""
+        gone = {sequence.sequence_id for sequence in sequences}
+        self._waiting = [s for s in self._waiting if s.sequence_id not in gone]
+
     def finish(self, sequence: Sequence, reason: FinishReason) -> None:
         """End a sequence now; what it holds is freed once nothing of it is in flight."""
-        if sequence.status is Status.WAITING:
-            self._waiting.remove(sequence)
-        else:
-            self._stop_running(sequence)
-            if sequence.in_flight:
-                self._ending[sequence.sequence_id] = sequence
-            else:
-                self.cache.release(sequence.sequence_id)
+        was_waiting = sequence.status is Status.WAITING
         sequence.status, sequence.finish_reason, sequence.slot = Status.FINISHED, reason, None
+        self._most_running = min(self._most_running + 1, self.cache.slots.size)
+        if was_waiting:
+            self._waiting.remove(sequence)
+            return
+        self._stop_running(sequence)
+        if sequence.in_flight:
+            self._ending[sequence.sequence_id] = sequence
+        else:
+            self.cache.release(sequence.sequence_id)
 
     def plan(self) -> Batch | None:
         """Choose the rows of the next step and reserve every position they may write.
@@ -130,7 +139,8 @@ class Scheduler:
 
     def discard(self, span: Span) -> None:
         """Forget what a span of an ended sequence did, and free it with its last one."""
-        self._drop_checkpoint(span)
+        if span.effects.checkpoint is not None:
+            self.cache.drop_checkpoint(span.effects.checkpoint.slot)
         sequence = self._ending[span.sequence_id]
         sequence.in_flight.remove(span)
         if not sequence.in_flight:
@@ -140,19 +150,31 @@ class Scheduler:
     def restart(self) -> None:
         """Begin again with everybody who runs, from the text that the host knows.
 
-        Only while the device works on nothing of theirs; what was in flight never returns.
+        Only while the device works on nothing of theirs; what was in flight never returns. A
+        failure may have come anywhere in `plan`, `commit` or `finish`.
         """
-        for sequence in self._ending.values():
-            self.cache.release(sequence.sequence_id)
+        known = (*self._waiting, *self._running, *self._by_id.values())
+        unfinished = {s.sequence_id: s for s in known if s.status is not Status.FINISHED}
+        self._running.clear()
+        self._by_id.clear()
         self._ending.clear()
-        for sequence in list(self._running):
+        self.cache.release_all()
+        for sequence in unfinished.values():
+            self.num_preemptions += sequence.status is not Status.WAITING
             sequence.lost()
-            self._preempt(sequence)
-        self.cache.reclaim()
+            sequence.gave_way()
+        self._waiting = sorted(unfinished.values(), key=_by_rank)
 
-    def _drop_checkpoint(self, span: Span) -> None:
-        if span.effects.checkpoint is not None:
-            self.cache.drop_checkpoint(span.effects.checkpoint.slot)
+    def run_fewer(self) -> Sequence | None:
+        """Memory ran out in a step: let half as many run, one more whenever somebody finishes.
+
+        Returns:
+            The sequence that had the step to itself already, or was about to have.
+        """
+        if self._most_running == 1:
+            return self._running[0] if self._running else self.head
+        self._most_running = max(len(self._running) // 2, 1)
+        return None
 
     def has_ended(self, span: Span) -> bool:
         """Whether the span's sequence ended while it was in flight."""
@@ -226,14 +248,12 @@ class Scheduler:
         return True
 
     def _preempt(self, sequence: Sequence) -> None:
+        assert not sequence.in_flight, "somebody gives way whose results are still to come"
+        self.add(sequence)
         self._stop_running(sequence)
         self.cache.release(sequence.sequence_id)
-        sequence.status, sequence.slot = Status.WAITING, None
-        sequence.num_computed = sequence.num_submitted = 0
-        sequence.proposed_token_ids = ()
-        sequence.round_holds_to = NEVER
+        sequence.gave_way()
         self.num_preemptions += 1
-        self.add(sequence)
 
     def _plan_prefill(
         self, num_rounds: int, may_admit: bool
@@ -266,10 +286,13 @@ class Scheduler:
         return tuple(setups), tuple(spans)
 
     def _admit(self, sequence: Sequence, match: Match) -> bool:
+        if len(self._running) >= self._most_running:
+            return False
         needed = self.rules.positions_needed(sequence, 1, self.rules.wanted_drafts(sequence))
         slot = self.cache.admit(sequence.sequence_id, needed, match)
         if slot is None:
             return False
+        self._by_id[sequence.sequence_id] = sequence
         self._waiting.remove(sequence)
         sequence.slot, sequence.status = slot, Status.PREFILLING
         sequence.num_prefill = sequence.num_committed
@@ -279,5 +302,4 @@ class Scheduler:
         if not sequence.output_token_ids:
             sequence.num_cached = match.num_tokens
         insort(self._running, sequence, key=_by_rank)
-        self._by_id[sequence.sequence_id] = sequence
         return True

@@ -125,7 +125,8 @@ class CacheManager:
             The slot, held until `release`.
         """
         assert sequence_id not in self._holdings, f"sequence {sequence_id} is admitted already"
-        if self.slots.num_free == 0:
+        slots = self.slots.take(1)
+        if slots is None:
             return None
         for node in match.nodes:
             self._tree.use(node)
@@ -133,11 +134,10 @@ class CacheManager:
         if block_ids is None:
             for node in reversed(match.nodes):
                 self._tree.leave(node)
+            self.slots.give_back(slots)
             return None
         if match.checkpoint is not None:
             self._touch(match.nodes[-1])
-        slots = self.slots.take(1)
-        assert slots is not None
         shared = [node.block_id for node in match.nodes]
         self._holdings[sequence_id] = _Holding(
             slots[0], shared + block_ids, list(match.nodes), match.num_tokens
@@ -224,11 +224,6 @@ class CacheManager:
         holding.nodes[index].checkpoint = slot
         self._checkpointed[holding.nodes[index]] = None
 
-    def reclaim(self) -> None:
-        """Give back checkpoints that were taken and belong to no node; nobody will keep them."""
-        kept = {node.checkpoint for node in self._checkpointed}
-        self.checkpoints.give_back([slot for slot in self.checkpoints.taken if slot not in kept])
-
     def drop_checkpoint(self, slot: int) -> None:
         """A slot that was taken is not needed after all."""
         self.checkpoints.give_back([slot])
@@ -249,6 +244,21 @@ class CacheManager:
             else:
                 self.blocks.give_back([holding.block_ids[index]])
         self.slots.give_back([holding.slot])
+
+    def release_all(self) -> None:
+        """Nobody holds anything any more, however far a failure let the last change get.
+
+        What belongs to no cached node is free again.
+        """
+        self._holdings.clear()
+        self._tree.leave_all()
+        nodes = self._tree.nodes()
+        kept = [node for node in nodes if node.checkpoint is not None]
+        order = dict.fromkeys(self._checkpointed) | dict.fromkeys(kept)
+        self._checkpointed = OrderedDict((node, None) for node in order if node in kept)
+        self.blocks.keep_only(node.block_id for node in nodes)
+        self.checkpoints.keep_only(node.checkpoint for node in kept if node.checkpoint is not None)
+        self.slots.keep_only(())
 
     def clear(self) -> None:
         """Forget everything that is cached and unused."""

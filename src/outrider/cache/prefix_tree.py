@@ -90,6 +90,14 @@ class PrefixTree:
         if node.num_users == 0:
             self._unused[node] = None
 
+    def leave_all(self) -> None:
+        """No sequence runs through any node."""
+        unused = dict.fromkeys(self._unused) | dict.fromkeys(self.nodes())
+        known = set(self.nodes())
+        self._unused = OrderedDict((node, None) for node in unused if node in known)
+        for node in known:
+            node.num_users = 0
+
     def evict(self) -> Node:
         """Take out the unused node that was used longest ago, of those that nothing hangs on."""
         node = next(node for node in self._unused if not node.children)
