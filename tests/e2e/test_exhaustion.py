@@ -29,11 +29,11 @@ from tests.harness import make_engine, random_tokens, run_requests, tokens_of
 Checkpoints = Callable[[TinyShape], Path]
 
 SHAPE = TinyShape(num_layers=2, interval=2, hidden_size=48, vocab_size=100)
-SHARED = random_tokens(42, 100, 1)
+SHARED = random_tokens(46, 100, 1)
 PROMPTS = [[*SHARED, *random_tokens(length, 100, length)] for length in (3, 5, 1, 4)]
 ARRIVALS = [0, 0, 1, 4]
-MOST_TOKENS = 10
-NUM_BLOCKS = 6
+MOST_TOKENS = 16
+NUM_BLOCKS = 7
 
 
 @dataclass(frozen=True)
@@ -241,7 +241,7 @@ def test_a_pool_that_is_empty_during_any_step_changes_no_text(
             num_failed += 1
             assert isinstance(output.error, CapacityError)
             assert f" of {NUM_BLOCKS} blocks" in str(output.error)
-        dry_step += 3
+        dry_step += 6
     # Only those fail that an idle engine could not let in: in the first step, or the last of all.
     assert dry_step > 15 and num_failed <= 2
 
