@@ -169,6 +169,22 @@ def test_the_prompt_budget_does_not_depend_on_how_many_decode() -> None:
     assert idle.step().prefill[0].num_rows == busy.step().prefill[0].num_rows == 64
 
 
+def test_a_prompt_of_30000_tokens_takes_its_budget_of_a_step_and_no_round_from_others() -> None:
+    bench = Bench(num_drafts=3, num_blocks=3000, budget=512)
+    short = bench.add(10, max_tokens=200)
+    bench.step()
+    bench.add(30_000, max_tokens=2)
+    later = bench.add(20, max_tokens=2)
+    num_steps = -(-30_000 // 512)
+    for number in range(num_steps):
+        batch = bench.step()
+        assert ids(batch.rounds) == [0]
+        assert sum(span.num_rows for span in batch.prefill) <= 512
+        assert ids(batch.prefill)[0] == 1 and (number == num_steps - 1 or later.slot is None)
+    assert short.num_committed == 11 + num_steps
+    assert later.slot is not None  # it shared the last chunk's budget
+
+
 # --- Rounds ---
 
 
