@@ -149,7 +149,7 @@ class Engine:
         except BaseException as error:
             alone = self.scheduler.run_fewer() if ran_out_of_memory(error) else None
             self._recover()
-            if not ran_out_of_memory(error):
+            if not ran_out_of_memory(error) or not self.scheduler.has_work:
                 raise
             logger.warning("a step ran out of memory and is tried again (%s)", error)
             if alone is not None:

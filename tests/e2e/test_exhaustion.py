@@ -17,6 +17,7 @@ from unittest import mock
 
 import pytest
 
+import outrider.engine
 import outrider.runner.rounds
 from outrider.admission import AdmissionRules
 from outrider.engine import Engine
@@ -309,6 +310,25 @@ def test_a_text_for_which_there_is_no_memory_fails_alone(
         for output, text in zip(outputs, expected, strict=True):
             assert output.error is not None or output.token_ids == text
         assert_all_is_back(engine)
+
+
+def test_a_report_for_which_there_is_no_memory_is_made_by_a_later_step(
+    engine: Engine, expected: list[tuple[int, ...]]
+) -> None:
+    place = Place(outrider.engine._Live, "output")
+    for number in (1, 6):
+        with failing(engine, place, lambda call, _, number=number: call == number):
+            outputs = serve(engine)
+        assert tokens_of(outputs) == expected
+        assert_all_is_back(engine)
+
+    engine.add_request("last", PROMPTS[0], SamplingParams(max_tokens=1, temperature=0))
+    with failing(engine, place, lambda call, _: call == 1), pytest.raises(MemoryError):
+        while engine.has_work:  # nothing else is left to do: whoever asks is told
+            engine.step()
+    [output] = engine.step()
+    assert output.request_id == "last" and output.token_ids == expected[0][:1]
+    assert_all_is_back(engine)
 
 
 @pytest.mark.parametrize("number", [1, 2, 3])

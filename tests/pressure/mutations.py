@@ -333,6 +333,19 @@ def _restarts_all_but_one(patch: Patch) -> None:
     _wrap(patch, Scheduler, "restart", restart)
 
 
+@_mutation("After a failure, cached blocks still count those who read them before.")
+def _restarts_with_readers_of_before(patch: Patch) -> None:
+    patch.setattr(PrefixTree, "leave_all", lambda self: None)
+
+
+@_mutation("After a failure, ids that nobody holds any more stay taken.")
+def _restarts_without_what_was_held(patch: Patch) -> None:
+    def keep_only(original: Any, pool: IdPool, ids: Any) -> None:
+        original(pool, {*ids, *pool._taken})
+
+    _wrap(patch, IdPool, "keep_only", keep_only)
+
+
 @_mutation("A round's checkpoint is kept whether or not the text had come so far.")
 def _keeps_a_state_too_early(patch: Patch) -> None:
     def commit(original: Any, self: Scheduler, span: Any, result: Any, *rest: Any) -> None:
