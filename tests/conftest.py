@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -35,6 +36,15 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(autouse=True)
+def owners_are_checked() -> Iterator[None]:
+    """After every test: blocks, slots and checkpoints of its engines each have one owner."""
+    yield
+    harness = sys.modules.get("tests.harness")
+    for engine in list(harness.ENGINES) if harness else []:
+        engine.cache.check_integrity()
 
 
 @pytest.fixture(scope="session")

@@ -8,6 +8,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 from unittest import mock
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -168,6 +169,9 @@ def tokens_of(outputs: Iterable[RequestOutput]) -> list[tuple[int, ...]]:
     return [output.token_ids for output in outputs]
 
 
+ENGINES: WeakSet[Engine] = WeakSet()
+"""Those that tests have made; what they own is checked after every test, see conftest.py."""
+
 Script = Callable[[int, int, int], bool]
 """(sequence id, round of that sequence, index in the block) -> whether that draft is right."""
 
@@ -263,6 +267,7 @@ def make_engine(
             watch_slots(engine, drafter.sequence_in_slot)
     poison(engine.runner.target_caches)
     poison(engine.runner.draft_caches)
+    ENGINES.add(engine)
     return engine
 
 

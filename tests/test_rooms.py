@@ -65,6 +65,7 @@ PART_OF = {
     "trace_html": "cli",
     "trace_report": "cli",
     "engine_setup": "engine",
+    "span_rules": "scheduler",
     "structured": "engine",
 }
 """Files that stand beside a room's own file and belong to it."""

@@ -78,12 +78,15 @@ class Bench:
         for span in batch.spans:
             sequence = self.sequences[span.sequence_id]
             # Section 2 of the design: target rows, then the draft chain beyond them.
+            start = span.start if span.is_prefill else sequence.num_committed - 1
             ahead = max(span.effects.num_drafts_next - 1, 0)
-            written = min(span.start + span.num_rows + ahead, sequence.request.length_limit)
+            written = min(start + span.num_rows + ahead, sequence.request.length_limit)
             assert len(span.block_ids) * self.cache.block_size >= written
+            assert span.block_ids == self.cache.block_ids(span.sequence_id)
+            assert span.start <= start
             for block_id in span.block_ids:
                 assert owners.setdefault(block_id, span.sequence_id) == span.sequence_id
-            assert span.start + span.num_rows <= sequence.request.length_limit
+            assert start + span.num_rows <= sequence.request.length_limit
 
     def run(self, num_accepted: int = 0, most: int = 10_000) -> list[Batch]:
         batches: list[Batch] = []
@@ -166,6 +169,22 @@ def test_the_prompt_budget_does_not_depend_on_how_many_decode() -> None:
     assert idle.step().prefill[0].num_rows == busy.step().prefill[0].num_rows == 64
 
 
+def test_a_prompt_of_30000_tokens_takes_its_budget_of_a_step_and_no_round_from_others() -> None:
+    bench = Bench(num_drafts=3, num_blocks=3000, budget=512)
+    short = bench.add(10, max_tokens=200)
+    bench.step()
+    bench.add(30_000, max_tokens=2)
+    later = bench.add(20, max_tokens=2)
+    num_steps = -(-30_000 // 512)
+    for number in range(num_steps):
+        batch = bench.step()
+        assert ids(batch.rounds) == [0]
+        assert sum(span.num_rows for span in batch.prefill) <= 512
+        assert ids(batch.prefill)[0] == 1 and (number == num_steps - 1 or later.slot is None)
+    assert short.num_committed == 11 + num_steps
+    assert later.slot is not None  # it shared the last chunk's budget
+
+
 # --- Rounds ---
 
 
@@ -179,15 +198,44 @@ def test_every_decoding_sequence_runs_in_every_step_oldest_first() -> None:
     assert not bench.scheduler.has_work
 
 
-def test_a_round_starts_at_the_newest_token_and_has_a_row_for_it_and_each_draft() -> None:
+def test_a_round_has_a_row_for_the_newest_token_and_for_each_draft() -> None:
     bench = Bench(num_drafts=3)
-    bench.add(10)
+    bench.add(10, max_tokens=50)
     [first] = bench.step().prefill
     assert (first.effects.num_drafts, first.effects.num_drafts_next) == (0, 3)
     [second] = bench.step(num_accepted=2).rounds
     assert (second.start, second.num_rows, second.effects.num_drafts) == (10, 4, 3)
-    [third] = bench.step().rounds  # 2 drafts and a token of its own were added
-    assert (third.start, third.num_rows) == (13, 4)
+
+
+def test_a_round_is_submitted_again_as_it_is_until_its_blocks_are_full() -> None:
+    bench = Bench(num_drafts=3, block_size=16)
+    bench.add(10, max_tokens=50)
+    bench.step()
+    # A text of n tokens writes 4 rows from n - 1 on, and the chain 2 positions behind them: n + 5
+    # in all. That is 16 with the first 11 tokens, and 32 with 27.
+    rounds = [bench.step().rounds[0] for _ in range(19)]  # a token each
+    assert [len(span.block_ids) for span in rounds] == [1] + [2] * 16 + [3] * 2
+    made = [index for index in range(1, 19) if rounds[index] is not rounds[index - 1]]
+    assert made == [1, 17]
+
+
+def test_a_round_is_made_anew_near_the_end_and_where_fewer_drafts_were_found() -> None:
+    bench = Bench(num_drafts=3, block_size=64)
+    sequence = bench.add(10, max_tokens=9)  # 19 tokens
+    bench.step()
+    rounds = [bench.step().rounds[0] for _ in range(8)]
+    # From n tokens a round verifies at most 19 - n - 1 drafts, and wants at most 19 - n - 2.
+    drafts = [(span.effects.num_drafts, span.effects.num_drafts_next) for span in rounds]
+    assert drafts == [(3, 3)] * 4 + [(3, 2), (2, 1), (1, 0), (0, 0)]
+    assert sequence.finish_reason is FinishReason.LENGTH
+
+    bench.add(10, max_tokens=30)
+    bench.step()
+    [span] = bench.scheduler.plan().rounds
+    result = replace(bench.result(span, 0), proposed_token_ids=(TOKEN,))
+    bench.scheduler.commit(span, result, result.token_ids, None)
+    [after] = bench.step().rounds
+    assert (span.effects.num_drafts, after.effects.num_drafts) == (3, 1)
 
 
 def test_wishes_for_drafts_are_obeyed_in_one_batch() -> None:
@@ -220,10 +268,11 @@ def test_no_draft_is_verified_past_the_end_and_the_text_ends_exactly_there(
     for num_accepted in (0, 1, 8):
         bench = Bench(num_drafts=num_drafts)
         sequence = bench.add(5, max_tokens=max_tokens)
-        for batch in bench.run(num_accepted):
-            for span in batch.rounds:
+        while bench.scheduler.has_work:
+            num_committed = sequence.num_committed
+            for span in bench.step(num_accepted).rounds:
                 # All drafts and the round's own token fit: none of them is wasted by the limit.
-                assert span.start + 1 + span.effects.num_drafts + 1 <= 5 + max_tokens
+                assert num_committed + span.effects.num_drafts + 1 <= 5 + max_tokens
         assert sequence.num_committed == 5 + max_tokens
         assert sequence.finish_reason is FinishReason.LENGTH
         assert bench.cache.is_idle

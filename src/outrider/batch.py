@@ -96,14 +96,13 @@ class Span:
     Attributes:
         sequence_id: names the sequence in the result.
         slot: where its device state lives.
-        start: position of the first row, as far as the host knows it: in a round the device uses
-            its own count.
+        start: position of a chunk's first row. A round uses the device's own count, which is this
+            one or more.
         num_rows: rows to run.
         token_ids: the rows' tokens for a prompt chunk; empty in a round, whose rows are the last
             token and the drafts, both on the device.
         next_token_id: the token after a chunk that does not end the prompt.
         block_ids: blocks in order of position, covering every position the step may write.
-        max_new_tokens: most tokens that rounds still in flight may have added when this one runs.
     """
 
     sequence_id: int
@@ -114,19 +113,11 @@ class Span:
     next_token_id: int | None
     block_ids: tuple[int, ...]
     effects: Effects
-    max_new_tokens: int = 0
 
     @property
     def is_prefill(self) -> bool:
         """The rows' tokens come from the host."""
         return bool(self.token_ids)
-
-    @property
-    def num_committed_at_most(self) -> int:
-        """Upper bound of the text's length after this span."""
-        if self.is_prefill:
-            return self.start + self.num_rows + 1
-        return self.start + 1 + self.max_new_tokens + self.num_rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,9 +199,9 @@ class Batch:
         return self.prefill + self.rounds
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # as with spans
 class SpanResult:
-    """What became of one span.
+    """What became of one span. Nobody changes one.
 
     Attributes:
         token_ids: committed tokens, trimmed at stop ids and the length limit.

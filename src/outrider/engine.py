@@ -7,12 +7,13 @@ from collections import deque
 from collections.abc import Sequence as SequenceABC
 from dataclasses import dataclass
 
-from outrider.admission import AdmissionRules
-from outrider.batch import Batch, FinishReason, Span, SpanResult
-from outrider.cache.manager import CacheManager
+from outrider.batch import Batch, FinishReason
 from outrider.checks import check_text
 from outrider.config import EngineConfig
 from outrider.engine_setup import (
+    admission_rules,
+    build_cache,
+    build_runner,
     compile_linears,
     plan_engine_memory,
     refuse_variant_shapes,
@@ -25,21 +26,16 @@ from outrider.errors import (
     RequestError,
     StuckRoundError,
 )
-from outrider.models.base import CausalLM
-from outrider.models.build import DTYPES, Checkpoint, load_target
+from outrider.models.build import Checkpoint, load_target
 from outrider.models.config import ModelConfig
 from outrider.models.files import resolve_checkpoint
-from outrider.ops.dispatch import kernels_are_on, overrides
+from outrider.ops.dispatch import overrides
 from outrider.output import OutputBuilder, RequestOutput
 from outrider.params import SamplingParams
 from outrider.request import Sequence, Status
-from outrider.runner.memory import (
-    MemoryPlan,
-)
-from outrider.runner.rounds import Masks, Runner, RunnerOptions, Submission
-from outrider.runner.storage import StorageSize
+from outrider.runner.memory import ran_out_of_memory
+from outrider.runner.rounds import Masks, Submission
 from outrider.scheduler import Scheduler, SchedulerConfig
-from outrider.spec.base import Drafter
 from outrider.spec.registry import build_drafter
 from outrider.structured import GrammarCompiler, GrammarMatcher
 from outrider.tokenizer import Tokenizer
@@ -109,14 +105,8 @@ class Engine:
         for line in plan.lines():
             logger.info("%s", line)
         self.max_model_len = plan.max_model_len
-        size = StorageSize(
-            num_blocks=plan.num_blocks + 1,
-            block_size=config.block_size,
-            num_slots=config.max_num_seqs + plan.needs.num_checkpoints + 1,
-            max_rows=config.num_speculative_tokens + 1,
-        )
-        self.runner = self._build_runner(checkpoint, target, drafter, size)
-        self.cache = _build_cache(config, plan)
+        self.runner = build_runner(config, checkpoint, target, drafter, plan)
+        self.cache = build_cache(config, plan)
         unit = config.prefix_unit or 1
         self.scheduler = Scheduler(
             SchedulerConfig(
@@ -128,7 +118,7 @@ class Engine:
             ),
             self.cache,
         )
-        self._admission = self._admission_rules(drafter, tokenizer)
+        self._admission = admission_rules(config, checkpoint, drafter, tokenizer, plan)
         self._grammars = None
         if tokenizer is not None:
             eos = self.model_config.eos_token_ids
@@ -139,58 +129,10 @@ class Engine:
         self._in_flight: deque[Submission] = deque()
         self._draining = False
         self._unreported: dict[str, _Live] = {}
+        self._ran_out_alone: Sequence | None = None
         self._look_ahead = 0 if checkpoint.device.type == "cpu" else 1
         if config.look_ahead is not None:
             self._look_ahead = config.look_ahead
-
-    def _build_runner(
-        self,
-        checkpoint: Checkpoint,
-        target: CausalLM,
-        drafter: Drafter | None,
-        size: StorageSize,
-    ) -> Runner:
-        spec = self.config.speculative_config
-        if spec is not None and spec.synthetic_rates is not None:
-            logger.warning("acceptance is synthetic, for benchmarks: texts are not the model's own")
-        options = RunnerOptions(
-            size=size,
-            max_model_len=self.max_model_len,
-            prefill_grid=self.config.prefill_grid,
-            dtype=checkpoint.dtype,
-            device=checkpoint.device,
-            draft_top_m=1 if spec is None else spec.draft_top_m,
-            synthetic_rates=None if spec is None else spec.synthetic_rates,
-            state_dtype=DTYPES[self.config.state_dtype],
-            use_graphs=(
-                checkpoint.device.type == "cuda"
-                and kernels_are_on()
-                and not self.config.enforce_eager
-            ),
-        )
-        try:
-            return Runner(target, drafter, options)
-        except RuntimeError as error:  # how torch says that memory cannot be had
-            raise CapacityError(
-                f"caches do not fit into memory ({error})",
-                got=f"{size.num_blocks} blocks of KV and {size.num_slots} state slots",
-                hint="lower num_kv_blocks, kv_cache_memory_gib or max_num_seqs",
-            ) from error
-
-    def _admission_rules(
-        self, drafter: Drafter | None, tokenizer: Tokenizer | None
-    ) -> AdmissionRules:
-        spec = self.config.speculative_config
-        return AdmissionRules(
-            vocab_size=self.model_config.vocab_size,
-            max_model_len=self.max_model_len,
-            eos_token_ids=self.model_config.eos_token_ids,
-            engine_seed=self.config.seed,
-            draft_sampling=None if spec is None else spec.draft_sampling,
-            drafter_samples=None if drafter is None else drafter.samples,
-            tokenizer=tokenizer,
-            synthetic_acceptance=spec is not None and spec.synthetic_rates is not None,
-        )
 
     @property
     def has_work(self) -> bool:
@@ -201,17 +143,24 @@ class Engine:
 
         With look-ahead a step submits one batch and takes in the results of an earlier one, so that
         the device always has something to do while the host works. A step that fails or is
-        interrupted loses nothing but time: what it left unfinished is computed again.
+        interrupted loses nothing but time: what it left unfinished is computed again. One that
+        runs out of memory is tried again with fewer requests, down to a single one, which fails.
         """
         try:
             return self._step()
-        except BaseException:
+        except BaseException as error:
+            alone = self.scheduler.run_fewer() if ran_out_of_memory(error) else None
             self._recover()
-            raise
+            if not ran_out_of_memory(error) or not self.scheduler.has_work:
+                raise
+            logger.warning("a step ran out of memory and is tried again (%s)", error)
+            if alone is not None:
+                self._memory_ran_out_for(alone, error)
+            return []
 
     def _step(self) -> list[RequestOutput]:
         batch = self.scheduler.plan()
-        changed, self._unreported = self._unreported, {}
+        changed = self._unreported
         if batch is not None and batch.spans:
             self._submit(batch)
             if len(self._in_flight) <= self._look_ahead:
@@ -237,6 +186,21 @@ class Engine:
             hint="send a shorter prompt, or raise num_kv_blocks",
         )
         self._fail(self._by_sequence[head.sequence_id].request, error, changed)
+
+    def _memory_ran_out_for(self, sequence: Sequence, error: BaseException) -> None:
+        """It had the engine to itself. A second time it fails; the first may have been bad luck."""
+        if self._ran_out_alone is not sequence:
+            self._ran_out_alone = sequence
+            return
+        self._ran_out_alone, cache = None, self.cache
+        report = CapacityError(
+            f"memory ran out while request {sequence.request.request_id} ran alone ({error})",
+            got=f"{sequence.num_committed} tokens, "
+            f"{cache.num_blocks_for(sequence.num_committed)} blocks",
+            allowed=f"{cache.blocks.size} blocks, and what is left beside the caches",
+            hint="send a shorter prompt, or lower max_prefill_tokens or num_kv_blocks",
+        )
+        self._fail(self._by_sequence[sequence.sequence_id].request, report, self._unreported)
 
     def _fail(self, live: _Live, error: OutriderError, changed: dict[str, _Live]) -> None:
         """End a request with an error; it is reported by the next `_emit`."""
@@ -284,13 +248,21 @@ class Engine:
                 continue
             output = self._by_sequence[span.sequence_id]
             try:
-                self._commit(output, span, result, changed)
+                token_ids = output.builder.add(result, span.start)
+                if output.matcher is not None:
+                    output.matcher.advance(token_ids)
             except Exception as error:  # one text that cannot be handled is not the others' fault
                 logger.exception("request %s failed", output.request.request_id)
-                internal = RequestError(f"a fault while its tokens were taken in ({error!r})")
+                internal = RequestError(
+                    f"a fault while its tokens were taken in ({error!r})",
+                    got=f"{output.sequence.num_committed} tokens before",
+                )
                 self._fail(output.request, internal, changed)
-                if self.scheduler.has_ended(span):
-                    self.scheduler.discard(span)
+                self.scheduler.discard(span)
+                continue
+            self.scheduler.commit(span, result, token_ids, output.builder.finish_reason)
+            if token_ids:
+                changed[output.request.request_id] = output.request
 
     def _recover(self) -> None:
         """After a failure: wait for the device, and begin again from the texts on the host."""
@@ -303,10 +275,15 @@ class Engine:
         self.scheduler.restart()
         for live in list(self._live.values()):
             for output in live.outputs:
-                if output.builder.num_tokens != len(output.sequence.output_token_ids):
+                sequence, reason = output.sequence, output.builder.finish_reason
+                if output.builder.num_tokens != len(sequence.output_token_ids):
                     error = RequestError("interrupted while its tokens were taken in")
                     self._fail(live, error, self._unreported)
                     break
+                if reason is not None and sequence.status is not Status.FINISHED:
+                    self.scheduler.finish(sequence, reason)
+            if all(output.builder.finish_reason is not None for output in live.outputs):
+                self._unreported[live.request_id] = live
 
     def _give_up(self, error: StuckRoundError, changed: dict[str, _Live]) -> None:
         """Results did not come: fail everybody instead of waiting, and say how things stood."""
@@ -319,16 +296,6 @@ class Engine:
         self.scheduler.restart()
         for live in list(self._live.values()):
             self._fail(live, report, changed)
-
-    def _commit(
-        self, output: _Output, span: Span, result: SpanResult, changed: dict[str, _Live]
-    ) -> None:
-        token_ids = output.builder.add(result, span.start)
-        self.scheduler.commit(span, result, token_ids, output.builder.finish_reason)
-        if output.matcher is not None:
-            output.matcher.advance(token_ids)
-        if token_ids:
-            changed[output.request.request_id] = output.request
 
     def check_request(self, prompt_token_ids: SequenceABC[int], params: SamplingParams) -> None:
         """Raise what add_request would raise of the prompt and the parameters; queue nothing."""
@@ -353,15 +320,21 @@ class Engine:
             request_id, prompt_token_ids, params, self._num_sequences
         )
         matchers = self._matchers(params, len(requests))
-        live = self._live[request_id] = _Live(request_id, [])
+        live = _Live(request_id, [])
         for index, (request, matcher) in enumerate(zip(requests, matchers, strict=True)):
             builder = OutputBuilder(request, self._admission.tokenizer, index)
             sequence = Sequence(self._num_sequences, request)
-            output = _Output(live, sequence, builder, matcher)
-            live.outputs.append(output)
-            self._by_sequence[self._num_sequences] = output
             self._num_sequences += 1
-            self.scheduler.add(sequence)
+            live.outputs.append(_Output(live, sequence, builder, matcher))
+        self._live[request_id] = live
+        try:
+            for output in live.outputs:
+                self._by_sequence[output.sequence.sequence_id] = output
+                self.scheduler.add(output.sequence)
+        except BaseException:
+            self.scheduler.forget(output.sequence for output in live.outputs)
+            self._forget(live)
+            raise
 
     def abort(self, request_id: str) -> RequestOutput | None:
         """End a request now; None where no such request is running."""
@@ -396,27 +369,18 @@ class Engine:
 
     def _emit(self, changed: dict[str, _Live]) -> list[RequestOutput]:
         """Report on requests, and forget those that have ended."""
-        outputs: list[RequestOutput] = []
-        for request_id, live in changed.items():
-            report = live.output()
-            outputs.append(report)
+        outputs = [live.output() for live in changed.values()]
+        for live, report in zip(changed.values(), outputs, strict=True):
             for output in live.outputs:
                 output.builder.reported()
             if report.finished:
-                del self._live[request_id]
-                for output in live.outputs:
-                    del self._by_sequence[output.sequence.sequence_id]
+                self._forget(live)
+        changed.clear()
         if self.config.debug_checks:
             self.cache.check_integrity()
         return outputs
 
-
-def _build_cache(config: EngineConfig, plan: MemoryPlan) -> CacheManager:
-    recurrent = plan.needs.slot_bytes > 0
-    return CacheManager(
-        plan.num_blocks,
-        config.block_size,
-        config.max_num_seqs,
-        prefix_unit=config.prefix_unit,
-        num_checkpoints=plan.needs.num_checkpoints if recurrent else None,
-    )
+    def _forget(self, live: _Live) -> None:
+        self._live.pop(live.request_id, None)
+        for output in live.outputs:
+            self._by_sequence.pop(output.sequence.sequence_id, None)

@@ -1,4 +1,4 @@
-"""What an engine settles before it runs: threads, refused shapes, memory, compiled kernels."""
+"""What an engine settles before it runs: threads, refused shapes, memory, kernels, its parts."""
 
 from __future__ import annotations
 
@@ -7,12 +7,14 @@ import time
 
 import torch
 
+from outrider.admission import AdmissionRules
+from outrider.cache.manager import CacheManager
 from outrider.config import EngineConfig
-from outrider.errors import ConfigError
+from outrider.errors import CapacityError, ConfigError
 from outrider.layers.linear import Linear
 from outrider.models.base import CausalLM
 from outrider.models.build import DTYPES, Checkpoint
-from outrider.ops.dispatch import capability, uses_kernels
+from outrider.ops.dispatch import capability, kernels_are_on, uses_kernels
 from outrider.ops.linear.ahead import Projection, compile_ahead
 from outrider.ops.linear.segments import is_invariant
 from outrider.runner.graphs import bucket
@@ -23,8 +25,10 @@ from outrider.runner.memory import (
     plan_memory,
     workspace_bytes,
 )
-from outrider.runner.storage import kv_bytes_per_token, state_bytes_per_slot
+from outrider.runner.rounds import Runner, RunnerOptions
+from outrider.runner.storage import StorageSize, kv_bytes_per_token, state_bytes_per_slot
 from outrider.spec.base import Drafter
+from outrider.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -118,3 +122,75 @@ def compile_linears(config: EngineConfig, target: CausalLM, drafter: Drafter | N
     projections.append(Projection(head, most_rows=max(rounds)))
     count = compile_ahead(projections, rounds | chunks)
     logger.info("%d kernels of linear layers ready in %.1f s", count, time.perf_counter() - begin)
+
+
+def build_runner(
+    config: EngineConfig,
+    checkpoint: Checkpoint,
+    target: CausalLM,
+    drafter: Drafter | None,
+    plan: MemoryPlan,
+) -> Runner:
+    """The runner, with its caches allocated."""
+    spec = config.speculative_config
+    if spec is not None and spec.synthetic_rates is not None:
+        logger.warning("acceptance is synthetic, for benchmarks: texts are not the model's own")
+    size = StorageSize(
+        num_blocks=plan.num_blocks + 1,
+        block_size=config.block_size,
+        num_slots=config.max_num_seqs + plan.needs.num_checkpoints + 1,
+        max_rows=config.num_speculative_tokens + 1,
+    )
+    on_gpu = checkpoint.device.type == "cuda"
+    options = RunnerOptions(
+        size=size,
+        max_model_len=plan.max_model_len,
+        prefill_grid=config.prefill_grid,
+        dtype=checkpoint.dtype,
+        device=checkpoint.device,
+        draft_top_m=1 if spec is None else spec.draft_top_m,
+        synthetic_rates=None if spec is None else spec.synthetic_rates,
+        state_dtype=DTYPES[config.state_dtype],
+        use_graphs=on_gpu and kernels_are_on() and not config.enforce_eager,
+    )
+    try:
+        return Runner(target, drafter, options)
+    except RuntimeError as error:  # how torch says that memory cannot be had
+        raise CapacityError(
+            f"caches do not fit into memory ({error})",
+            got=f"{size.num_blocks} blocks of KV and {size.num_slots} state slots",
+            hint="lower num_kv_blocks, kv_cache_memory_gib or max_num_seqs",
+        ) from error
+
+
+def build_cache(config: EngineConfig, plan: MemoryPlan) -> CacheManager:
+    """Who owns which of the runner's blocks and slots."""
+    recurrent = plan.needs.slot_bytes > 0
+    return CacheManager(
+        plan.num_blocks,
+        config.block_size,
+        config.max_num_seqs,
+        prefix_unit=config.prefix_unit,
+        num_checkpoints=plan.needs.num_checkpoints if recurrent else None,
+    )
+
+
+def admission_rules(
+    config: EngineConfig,
+    checkpoint: Checkpoint,
+    drafter: Drafter | None,
+    tokenizer: Tokenizer | None,
+    plan: MemoryPlan,
+) -> AdmissionRules:
+    """What a request must keep to."""
+    spec = config.speculative_config
+    return AdmissionRules(
+        vocab_size=checkpoint.config.vocab_size,
+        max_model_len=plan.max_model_len,
+        eos_token_ids=checkpoint.config.eos_token_ids,
+        engine_seed=config.seed,
+        draft_sampling=None if spec is None else spec.draft_sampling,
+        drafter_samples=None if drafter is None else drafter.samples,
+        tokenizer=tokenizer,
+        synthetic_acceptance=spec is not None and spec.synthetic_rates is not None,
+    )

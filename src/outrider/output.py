@@ -114,6 +114,11 @@ class _StopFinder:
         self._stops = stops
         self._held = ""
 
+    @property
+    def is_empty(self) -> bool:
+        """There is nothing to find."""
+        return not self._stops
+
     def push(self, text: str) -> tuple[str, bool]:
         """Text that is safe to show, and whether a stop string was completed after it."""
         self._held += text
@@ -152,8 +157,8 @@ class OutputBuilder:
         )
         self._stops = _StopFinder(request.params.stop_strings)
         self._token_ids: list[int] = []
-        self._text: list[str] = []
-        self._new_text: list[str] = []
+        self._text = ""
+        self._new_text = ""
         self._rounds: list[RoundTrace] = []
         self._logprobs: list[TokenLogprobs] = []
         self._prompt_logprobs: list[TokenLogprobs] = []
@@ -168,9 +173,30 @@ class OutputBuilder:
         Args:
             start: position of the span's first row, which places its prompt_logprobs.
         """
-        self._new_text = []
+        self._new_text = ""
         if result.prompt_logprobs:  # a prompt that begins again after a preemption says it anew
             self._prompt_logprobs[start:] = result.prompt_logprobs
+        if not result.token_ids:
+            return ()
+        kept = self._take_all(result) if self._stops.is_empty else self._take_to_a_stop(result)
+        self._token_ids += kept
+        self._logprobs += result.logprobs[: len(kept)]
+        self._rounds.append(
+            RoundTrace(result.draft_token_ids, result.num_accepted, len(kept), result.times)
+        )
+        return kept
+
+    def _take_all(self, result: SpanResult) -> tuple[int, ...]:
+        """No stop string can end the text: all tokens become text at once."""
+        reason, token_ids = result.finish_reason, result.token_ids
+        if self._detokenizer is not None:
+            shown = token_ids[:-1] if reason is FinishReason.STOP else token_ids
+            self._show(self._detokenizer.push(shown))
+        if reason is not None:
+            self._end(reason)
+        return token_ids
+
+    def _take_to_a_stop(self, result: SpanResult) -> tuple[int, ...]:
         kept: list[int] = []
         for index, token_id in enumerate(result.token_ids):
             is_last = index == len(result.token_ids) - 1
@@ -183,12 +209,6 @@ class OutputBuilder:
                 break
             elif is_last and result.finish_reason is not None:
                 self._end(result.finish_reason)
-        self._token_ids += kept
-        self._logprobs += result.logprobs[: len(kept)]
-        if kept:
-            self._rounds.append(
-                RoundTrace(result.draft_token_ids, result.num_accepted, len(kept), result.times)
-            )
         return tuple(kept)
 
     def _push(self, token_id: int, *, may_stop: bool) -> bool:
@@ -212,9 +232,8 @@ class OutputBuilder:
         self.finish_reason = FinishReason.STOP if stopped else reason
 
     def _show(self, text: str) -> None:
-        if text:
-            self._text.append(text)
-            self._new_text.append(text)
+        self._text += text
+        self._new_text += text
 
     @property
     def num_tokens(self) -> int:
@@ -223,11 +242,11 @@ class OutputBuilder:
 
     def reported(self) -> None:
         """The completion has been handed out: its new text is new no longer."""
-        self._new_text = []
+        self._new_text = ""
 
     def abort(self) -> None:
         """The output ends here; what was held back is shown."""
-        self._new_text = []
+        self._new_text = ""
         self._end(FinishReason.ABORT)
 
     @property
@@ -235,8 +254,8 @@ class OutputBuilder:
         """The output as it stands."""
         return Completion(
             index=self._index,
-            text="".join(self._text),
-            new_text="".join(self._new_text),
+            text=self._text,
+            new_text=self._new_text,
             token_ids=tuple(self._token_ids),
             finish_reason=self.finish_reason,
             rounds=tuple(self._rounds),

@@ -36,6 +36,10 @@ class Request:
         return self.params.grammar is not None
 
 
+NEVER = -1
+"""Less than any number of tokens."""
+
+
 class Status(Enum):
     """Where a sequence stands."""
 
@@ -55,6 +59,7 @@ class Sequence:
             preemption everything committed so far.
         num_computed: positions whose keys, values and recurrent state stand.
         num_computed_before: the same before the newest result.
+        block_end: num_computed at which another block is full.
         num_submitted: how far spans have been submitted of the prefill.
         num_shared: how far cached blocks hold the same text, state or no state.
         num_kept: position of its newest checkpoint.
@@ -62,8 +67,11 @@ class Sequence:
         proposed_token_ids: drafts waiting on the device, as of the newest result.
         in_flight: spans submitted whose results have not come yet, oldest first.
         num_committed: tokens of prompt and output.
-        num_sampling: how many spans in flight bring a token or more.
-        max_new_tokens: most tokens that they may bring.
+        num_committed_at_most: the same once everything in flight has ended, if all drafts of it
+            are accepted.
+        round: its newest round. While nothing that it says has changed, which is nearly always,
+            it is submitted again as it is.
+        round_holds_to: how large num_committed_at_most may be for that, or NEVER.
         known_effects: effects of rounds by drafts verified and drafts wanted, made once each.
     """
 
@@ -76,6 +84,7 @@ class Sequence:
     num_prefill: int = 0
     num_computed: int = 0
     num_computed_before: int = 0
+    block_end: int = 0
     num_submitted: int = 0
     num_cached: int = 0
     num_shared: int = 0
@@ -84,39 +93,55 @@ class Sequence:
     in_flight: list[Span] = field(default_factory=list[Span])
 
     num_committed: int = 0
-    num_sampling: int = 0
-    max_new_tokens: int = 0
+    num_committed_at_most: int = 0
+    round: Span | None = None
+    round_holds_to: int = NEVER
     known_effects: dict[tuple[int, int], Effects] = field(
         default_factory=dict["tuple[int, int]", Effects]
     )
 
     def __post_init__(self) -> None:
-        self.num_committed = len(self.request.prompt_token_ids) + len(self.output_token_ids)
+        self.lost()
 
     def submitted(self, span: Span) -> None:
         """The span is in flight from now on."""
         self.in_flight.append(span)
+        if not span.token_ids:
+            self.num_committed_at_most += span.num_rows
+            return
+        self.num_submitted = span.start + span.num_rows
         if span.effects.samples:
-            self.num_sampling += 1
-            self.max_new_tokens += span.effects.num_drafts + 1
+            self.num_committed_at_most += 1
+            self.status = Status.DECODING
 
-    def returned(self, span: Span) -> None:
-        """The results of the oldest span in flight are here."""
-        assert self.in_flight[0] is span, "results come in the order of submission"
-        del self.in_flight[0]
+    def returned(self, span: Span, token_ids: tuple[int, ...]) -> None:
+        """The results of the oldest span in flight are here: the text grows by these tokens."""
+        oldest = self.in_flight.pop(0)
+        assert oldest is span, "results come in the order of submission"
+        num_tokens = len(token_ids)
+        self.output_token_ids += token_ids
+        self.num_committed += num_tokens
+        self.num_computed_before = self.num_computed
+        if not span.token_ids:
+            self.num_committed_at_most += num_tokens - span.num_rows
+            self.num_computed += num_tokens
+            return
         if span.effects.samples:
-            self.num_sampling -= 1
-            self.max_new_tokens -= span.effects.num_drafts + 1
+            self.num_committed_at_most += num_tokens - 1
+        self.num_computed += span.num_rows
 
     def lost(self) -> None:
         """Nothing that is in flight will return."""
         self.in_flight.clear()
-        self.num_sampling = self.max_new_tokens = 0
+        self.num_committed = len(self.request.prompt_token_ids) + len(self.output_token_ids)
+        self.num_committed_at_most = self.num_committed
 
-    def append(self, token_ids: tuple[int, ...]) -> None:
-        """The text grows."""
-        self.output_token_ids.extend(token_ids)
-        self.num_committed += len(token_ids)
+    def gave_way(self) -> None:
+        """It holds nothing any more, and waits to be prefilled again."""
+        self.status, self.slot = Status.WAITING, None
+        self.num_computed = self.num_submitted = 0
+        self.proposed_token_ids = ()
+        self.round_holds_to = NEVER
 
     @property
     def num_committed_at_least(self) -> int:
@@ -124,7 +149,7 @@ class Sequence:
 
         Exact where nothing is in flight, and short where a round ended the text.
         """
-        return self.num_committed + self.num_sampling
+        return self.num_committed + sum(span.effects.samples for span in self.in_flight)
 
     @property
     def num_proposed(self) -> int:

@@ -13,32 +13,12 @@ truth, does what there is room for. What needs the truth on the host waits for i
 from __future__ import annotations
 
 from bisect import insort
-from dataclasses import dataclass, replace
+from collections.abc import Iterable
 
 from outrider.batch import Batch, Checkpoint, Effects, FinishReason, SlotSetup, Span, SpanResult
-from outrider.cache.manager import NO_MATCH, CacheManager, Match
-from outrider.request import Sequence, Status
-from outrider.spec.policy import num_drafts_to_propose, num_drafts_to_verify
-
-
-@dataclass(frozen=True)
-class SchedulerConfig:
-    """Budgets of a step.
-
-    Attributes:
-        max_prefill_tokens: prompt rows per step.
-        prefill_grid: chunks that do not end a prompt end at multiples of this position.
-        num_speculative_tokens: most drafts per round, 0 without speculation.
-        prefix_unit: text is shared in multiples of this many tokens; None shares nothing.
-        checkpoint_interval: recurrent states of prompts are kept at multiples of this many tokens,
-            a multiple of prefix_unit, and at the last place where a prompt can be shared.
-    """
-
-    max_prefill_tokens: int
-    prefill_grid: int
-    num_speculative_tokens: int
-    prefix_unit: int | None = None
-    checkpoint_interval: int = 1024
+from outrider.cache.manager import CacheManager, Match
+from outrider.request import NEVER, Sequence, Status
+from outrider.span_rules import SchedulerConfig, SpanRules
 
 
 def _by_rank(sequence: Sequence) -> tuple[int, int]:
@@ -52,11 +32,13 @@ class Scheduler:
     def __init__(self, config: SchedulerConfig, cache: CacheManager) -> None:
         self.config = config
         self.cache = cache
+        self.rules = SpanRules(config, cache)
         self.num_preemptions = 0
         self._waiting: list[Sequence] = []
         self._running: list[Sequence] = []  # by rank, as the waiting ones are
         self._by_id: dict[int, Sequence] = {}  # the running ones
         self._ending: dict[int, Sequence] = {}  # ended, and still in flight
+        self._most_running = cache.slots.size
 
     @property
     def has_work(self) -> bool:
@@ -71,17 +53,24 @@ class Scheduler:
         """Queue a sequence behind those that arrived before it."""
         insort(self._waiting, sequence, key=_by_rank)
 
+    def forget(self, sequences: Iterable[Sequence]) -> None:
+        """Take back sequences that were just queued, as far as they were."""
+        gone = {sequence.sequence_id for sequence in sequences}
+        self._waiting = [s for s in self._waiting if s.sequence_id not in gone]
+
     def finish(self, sequence: Sequence, reason: FinishReason) -> None:
         """End a sequence now; what it holds is freed once nothing of it is in flight."""
-        if sequence.status is Status.WAITING:
-            self._waiting.remove(sequence)
-        else:
-            self._stop_running(sequence)
-            if sequence.in_flight:
-                self._ending[sequence.sequence_id] = sequence
-            else:
-                self.cache.release(sequence.sequence_id)
+        was_waiting = sequence.status is Status.WAITING
         sequence.status, sequence.finish_reason, sequence.slot = Status.FINISHED, reason, None
+        self._most_running = min(self._most_running + 1, self.cache.slots.size)
+        if was_waiting:
+            self._waiting.remove(sequence)
+            return
+        self._stop_running(sequence)
+        if sequence.in_flight:
+            self._ending[sequence.sequence_id] = sequence
+        else:
+            self.cache.release(sequence.sequence_id)
 
     def plan(self) -> Batch | None:
         """Choose the rows of the next step and reserve every position they may write.
@@ -89,23 +78,19 @@ class Scheduler:
         Returns:
             None where the results in flight must be known first; nothing has been submitted then.
         """
-        if any(s.request.needs_drafts_on_host and s.in_flight for s in self._running):
-            return None
         num_preemptions = self.num_preemptions
         rounds = self._plan_rounds()
         if rounds is None:
             return None
         # Memory was just short: let it settle before somebody new, or the same one, takes it.
-        setups, prefill = self._plan_prefill(may_admit=num_preemptions == self.num_preemptions)
-        batch = Batch(setups, prefill, rounds)
-        for span in batch.spans:
-            sequence = self.sequence(span.sequence_id)
-            sequence.submitted(span)
-            if span.is_prefill:
-                sequence.num_submitted = span.start + span.num_rows
-            if span.effects.samples:
-                sequence.status = Status.DECODING
-        return batch
+        settled = num_preemptions == self.num_preemptions
+        setups, prefill = self._plan_prefill(len(rounds), may_admit=settled)
+        spans: list[Span] = []
+        for sequence in rounds:
+            assert sequence.round is not None
+            sequence.submitted(sequence.round)
+            spans.append(sequence.round)
+        return Batch(setups, prefill, tuple(spans))
 
     def commit(
         self,
@@ -120,39 +105,42 @@ class Scheduler:
             token_ids: the result's tokens, or fewer where a stop string cut them.
             finish_reason: set when the sequence ends with these tokens.
         """
-        sequence = self.sequence(span.sequence_id)
-        sequence.returned(span)
-        advanced = span.num_rows if span.is_prefill else len(token_ids)
-        sequence.num_computed_before = sequence.num_computed
-        sequence.num_computed += advanced
-        sequence.proposed_token_ids = result.proposed_token_ids
-        sequence.append(token_ids)
-        filled = self.cache.commit(sequence.sequence_id, advanced)
-        self._share(sequence, span, result, filled)
+        sequence = self._by_id[span.sequence_id]
+        sequence.returned(span, token_ids)
+        sequence.proposed_token_ids = proposed = result.proposed_token_ids
+        if not sequence.in_flight and len(proposed) < span.effects.num_drafts_next:
+            sequence.round_holds_to = NEVER  # it would verify as many as were asked for
+        if sequence.num_computed >= sequence.block_end:
+            self._fill(sequence)
+        if span.effects.checkpoint is not None:
+            self._settle_checkpoint(sequence, span, span.effects.checkpoint, result)
         if finish_reason is not None:
             self.finish(sequence, finish_reason)
 
-    def _share(self, sequence: Sequence, span: Span, result: SpanResult, filled: bool) -> None:
-        """Publish what stands by now, where the draft has seen it too."""
-        if filled and self._publishes(sequence):
-            self.cache.publish(sequence.sequence_id, sequence.committed)
-        checkpoint = span.effects.checkpoint
-        if checkpoint is None:
+    def _fill(self, sequence: Sequence) -> None:
+        """Another block is full: publish it, where the draft has seen it too."""
+        size = self.cache.block_size
+        sequence.block_end = (sequence.num_computed // size + 1) * size
+        self.cache.commit(sequence.sequence_id, sequence.num_computed)
+        if not self.rules.publishes(sequence):
             return
+        if self.cache.publish(sequence.sequence_id, sequence.committed):
+            sequence.round_holds_to = NEVER  # its block table is another one now
+
+    def _settle_checkpoint(
+        self, sequence: Sequence, span: Span, checkpoint: Checkpoint, result: SpanResult
+    ) -> None:
+        """Let the cache have the state, if the span got as far as its position."""
         if span.is_prefill or result.checkpoint_kept:
             self.cache.keep_checkpoint(sequence.sequence_id, checkpoint.position, checkpoint.slot)
             sequence.num_kept = checkpoint.position
         else:
             self.cache.drop_checkpoint(checkpoint.slot)
 
-    def _publishes(self, sequence: Sequence) -> bool:
-        if self.config.prefix_unit is None or sequence.wants_prompt_logprobs:
-            return False  # the latter computes everything itself, and would be given others' blocks
-        return sequence.request.params.speculation or self.config.num_speculative_tokens == 0
-
     def discard(self, span: Span) -> None:
         """Forget what a span of an ended sequence did, and free it with its last one."""
-        self._drop_checkpoint(span)
+        if span.effects.checkpoint is not None:
+            self.cache.drop_checkpoint(span.effects.checkpoint.slot)
         sequence = self._ending[span.sequence_id]
         sequence.in_flight.remove(span)
         if not sequence.in_flight:
@@ -162,19 +150,31 @@ class Scheduler:
     def restart(self) -> None:
         """Begin again with everybody who runs, from the text that the host knows.
 
-        Only while the device works on nothing of theirs; what was in flight never returns.
+        Only while the device works on nothing of theirs; what was in flight never returns. A
+        failure may have come anywhere in `plan`, `commit` or `finish`.
         """
-        for sequence in self._ending.values():
-            self.cache.release(sequence.sequence_id)
+        known = (*self._waiting, *self._running, *self._by_id.values())
+        unfinished = {s.sequence_id: s for s in known if s.status is not Status.FINISHED}
+        self._running.clear()
+        self._by_id.clear()
         self._ending.clear()
-        for sequence in list(self._running):
+        self.cache.release_all()
+        for sequence in unfinished.values():
+            self.num_preemptions += sequence.status is not Status.WAITING
             sequence.lost()
-            self._preempt(sequence)
-        self.cache.reclaim()
+            sequence.gave_way()
+        self._waiting = sorted(unfinished.values(), key=_by_rank)
 
-    def _drop_checkpoint(self, span: Span) -> None:
-        if span.effects.checkpoint is not None:
-            self.cache.drop_checkpoint(span.effects.checkpoint.slot)
+    def run_fewer(self) -> Sequence | None:
+        """Memory ran out in a step: let half as many run, one more whenever somebody finishes.
+
+        Returns:
+            The sequence that had the step to itself already, or was about to have.
+        """
+        if self._most_running == 1:
+            return self._running[0] if self._running else self.head
+        self._most_running = max(len(self._running) // 2, 1)
+        return None
 
     def has_ended(self, span: Span) -> bool:
         """Whether the span's sequence ended while it was in flight."""
@@ -202,83 +202,41 @@ class Scheduler:
         self._running.remove(sequence)
         del self._by_id[sequence.sequence_id]
 
-    def _wanted_drafts(self, sequence: Sequence) -> int:
-        params, most = sequence.request.params, self.config.num_speculative_tokens
-        if not params.speculation:
-            return 0
-        return most if params.max_draft_tokens is None else min(most, params.max_draft_tokens)
+    def _plan_rounds(self) -> list[Sequence] | None:
+        """Who runs its next round; None where results in flight must be known first.
 
-    def _positions_needed(self, sequence: Sequence, num_rows: int, num_drafts_next: int) -> int:
-        """Positions written by a round of num_rows rows that then proposes num_drafts_next."""
-        most = sequence.num_committed + sequence.max_new_tokens
-        bound = most - 1 + num_rows + max(num_drafts_next - 1, 0)
-        return min(bound, sequence.request.length_limit)
-
-    def _effects(self, sequence: Sequence, num_drafts: int) -> Effects:
-        request = sequence.request
-        num_next = num_drafts_to_propose(
-            self._wanted_drafts(sequence), sequence.num_committed_at_least, request.length_limit
-        )
-        known = sequence.known_effects.get((num_drafts, num_next))
-        if known is not None:
-            return known
-        speculates = request.params.speculation and self.config.num_speculative_tokens > 0
-        effects = sequence.known_effects[num_drafts, num_next] = Effects(
-            samples=True,
-            num_drafts=num_drafts,
-            feeds_draft=speculates,
-            num_drafts_next=num_next,
-            tier=request.tier,
-            draft_sampling=request.draft_sampling,
-            num_logprobs=request.params.logprobs,
-            processed_logprobs=request.params.logprobs_mode == "processed",
-        )
-        return effects
-
-    def _plan_rounds(self) -> tuple[Span, ...] | None:
-        """None where memory is short and results in flight may still free some."""
-        wanted: list[tuple[Sequence, int, Effects, int]] = []
+        Most rounds are those of the step before: a few are set anew.
+        """
+        rounds: list[Sequence] = []
+        anew: list[tuple[Sequence, Effects, int]] = []
         num_missing = 0
         for sequence in self._running:  # first come those that give way last
+            if sequence.num_committed_at_most <= sequence.round_holds_to:
+                rounds.append(sequence)
+                continue
             if sequence.status is not Status.DECODING:
-                continue  # still prefilling, or preempted for another one just now
-            limit = sequence.request.length_limit
-            if sequence.num_committed_at_least >= limit:
+                continue
+            if sequence.num_committed_at_least >= sequence.request.length_limit:
                 continue  # what is in flight ends it
-            num_drafts = num_drafts_to_verify(
-                min(sequence.num_proposed, self._wanted_drafts(sequence)),
-                sequence.num_committed_at_least,
-                limit,
+            if sequence.request.needs_drafts_on_host and sequence.in_flight:
+                return None
+            effects = self.rules.round_effects(sequence)
+            needed = self.rules.positions_needed(
+                sequence, effects.num_drafts + 1, effects.num_drafts_next
             )
-            effects = self._effects(sequence, num_drafts)
-            needed = self._positions_needed(sequence, num_drafts + 1, effects.num_drafts_next)
             num_missing += self.cache.num_missing(sequence.sequence_id, needed)
-            wanted.append((sequence, num_drafts, effects, needed))
+            rounds.append(sequence)
+            anew.append((sequence, effects, needed))
         if num_missing > self.cache.num_available and self.is_in_flight:
             return None
-        planned: list[tuple[Sequence, int, Effects]] = []
-        for sequence, num_drafts, effects, needed in wanted:
+        num_preemptions = self.num_preemptions
+        for sequence, effects, needed in anew:
             # It may have given way for one before it just now.
             if sequence.status is Status.DECODING and self._make_room(sequence, needed):
-                planned.append((sequence, num_drafts, effects))
-        # Somebody planned early may have given way since.
-        running = [one for one in planned if one[0].status is Status.DECODING]
-        return tuple(self._round_span(*one) for one in running)
-
-    def _round_span(self, sequence: Sequence, num_drafts: int, effects: Effects) -> Span:
-        assert sequence.slot is not None
-        checkpoint = self._checkpoint_of_round(sequence)
-        return Span(
-            sequence_id=sequence.sequence_id,
-            slot=sequence.slot,
-            start=sequence.num_committed - 1,
-            num_rows=num_drafts + 1,
-            token_ids=(),
-            next_token_id=None,
-            block_ids=self.cache.block_ids(sequence.sequence_id),
-            effects=effects if checkpoint is None else replace(effects, checkpoint=checkpoint),
-            max_new_tokens=sequence.max_new_tokens,
-        )
+                self.rules.set_round(sequence, effects)
+        if self.num_preemptions > num_preemptions:
+            return [sequence for sequence in rounds if sequence.status is Status.DECODING]
+        return rounds
 
     def _make_room(self, sequence: Sequence, num_positions: int) -> bool:
         """Reserve for a running sequence; those behind it give way, and at the last itself."""
@@ -290,138 +248,58 @@ class Scheduler:
         return True
 
     def _preempt(self, sequence: Sequence) -> None:
+        assert not sequence.in_flight, "somebody gives way whose results are still to come"
+        self.add(sequence)
         self._stop_running(sequence)
         self.cache.release(sequence.sequence_id)
-        sequence.status, sequence.slot = Status.WAITING, None
-        sequence.num_computed = sequence.num_submitted = 0
-        sequence.proposed_token_ids = ()
+        sequence.gave_way()
         self.num_preemptions += 1
-        self.add(sequence)
 
-    def _plan_prefill(self, may_admit: bool) -> tuple[tuple[SlotSetup, ...], tuple[Span, ...]]:
+    def _plan_prefill(
+        self, num_rounds: int, may_admit: bool
+    ) -> tuple[tuple[SlotSetup, ...], tuple[Span, ...]]:
+        """Spend the budget on those that are being prefilled, and then on those that wait."""
         setups: list[SlotSetup] = []
         spans: list[Span] = []
         budget = self.config.max_prefill_tokens
-        prefilling = [s for s in self._running if s.status is Status.PREFILLING]
+        prefilling: list[Sequence] = []
+        if num_rounds < len(self._running):
+            prefilling = [s for s in self._running if s.status is Status.PREFILLING]
         may_admit = may_admit and self.cache.slots.num_free > 0
-        for sequence in prefilling + (list(self._waiting) if may_admit else []):
+        for sequence in prefilling + (self._waiting[:] if may_admit else []):
             if sequence.status is Status.WAITING:
-                match = self._match(sequence)
-                end = self._chunk_end(
+                match = self.rules.match(sequence)
+                end = self.rules.chunk_end(
                     match.num_tokens, sequence.num_committed, match.num_shared, budget
                 )
                 if end == match.num_tokens or not self._admit(sequence, match):
                     break
-                setups.append(_setup(sequence, match))
+                setups.append(self.rules.slot_setup(sequence, match))
             start = sequence.num_submitted
-            end = self._chunk_end(start, sequence.num_prefill, sequence.num_shared, budget)
+            end = self.rules.chunk_end(start, sequence.num_prefill, sequence.num_shared, budget)
             if end == start:
                 break
-            spans.append(self._prefill_span(sequence, start, end))
+            span = self.rules.chunk(sequence, start, end)
+            sequence.submitted(span)
+            spans.append(span)
             budget -= end - start
         return tuple(setups), tuple(spans)
 
-    def _chunk_end(self, start: int, num_prefill: int, num_shared: int, budget: int) -> int:
-        """Where a chunk from `start` may end: the prompt's end, or a point of the grid."""
-        end = min(num_prefill, self._next_checkpoint(start, num_prefill, num_shared))
-        if end - start <= budget:
-            return end
-        return max((start + budget) // self.config.prefill_grid * self.config.prefill_grid, start)
-
-    def _next_checkpoint(self, start: int, num_prefill: int, num_shared: int) -> int:
-        """The first position past `start` at which the recurrent state is worth keeping.
-
-        Args:
-            num_shared: where the text parts from what is cached; others may part there too.
-        """
-        unit, interval = self.config.prefix_unit, self.config.checkpoint_interval
-        if unit is None or not self.cache.wants_checkpoints:
-            return num_prefill
-        last = (num_prefill - 1) // unit * unit  # a token must be left to compute
-        places = (last, (start // interval + 1) * interval, num_shared)
-        return min((place for place in places if start < place <= last), default=num_prefill)
-
-    def _take_checkpoint(self, sequence: Sequence, position: int) -> Checkpoint | None:
-        slot = self.cache.take_checkpoint(sequence.sequence_id, position)
-        return None if slot is None else Checkpoint(position, slot)
-
-    def _checkpoint_of_round(self, sequence: Sequence) -> Checkpoint | None:
-        """At a multiple of the interval that the text may have reached since the last result."""
-        if not self.cache.wants_checkpoints or not self._publishes(sequence):
-            return None
-        interval = self.config.checkpoint_interval
-        # The device keeps a state between the tokens that its last round began with and those that
-        # it ended with; these bound them.
-        least = sequence.num_computed if sequence.in_flight else sequence.num_computed_before
-        most = sequence.num_committed + sequence.max_new_tokens - 1
-        position = most // interval * interval
-        is_new = position > max(sequence.num_prefill, sequence.num_kept)
-        if not is_new or position < least:
-            return None
-        return self._take_checkpoint(sequence, position)
-
-    def _match(self, sequence: Sequence) -> Match:
-        """What of a waiting sequence's text is cached, and may be used."""
-        if self.config.prefix_unit is None or sequence.wants_prompt_logprobs:
-            return NO_MATCH
-        return self.cache.match(sequence.text)
-
     def _admit(self, sequence: Sequence, match: Match) -> bool:
-        wanted = self._wanted_drafts(sequence)
-        needed = self._positions_needed(sequence, 1, wanted)
+        if len(self._running) >= self._most_running:
+            return False
+        needed = self.rules.positions_needed(sequence, 1, self.rules.wanted_drafts(sequence))
         slot = self.cache.admit(sequence.sequence_id, needed, match)
         if slot is None:
             return False
+        self._by_id[sequence.sequence_id] = sequence
         self._waiting.remove(sequence)
         sequence.slot, sequence.status = slot, Status.PREFILLING
         sequence.num_prefill = sequence.num_committed
         sequence.num_shared = match.num_shared
         sequence.num_computed = sequence.num_submitted = match.num_tokens
+        sequence.block_end = match.num_tokens + self.cache.block_size
         if not sequence.output_token_ids:
             sequence.num_cached = match.num_tokens
         insort(self._running, sequence, key=_by_rank)
-        self._by_id[sequence.sequence_id] = sequence
         return True
-
-    def _prefill_span(self, sequence: Sequence, start: int, end: int) -> Span:
-        assert sequence.slot is not None
-        ends_prompt = end == sequence.num_prefill
-        effects = self._effects(sequence, 0)
-        if not ends_prompt:
-            effects = replace(effects, samples=False, num_drafts_next=0)
-        is_due = end == self._next_checkpoint(start, sequence.num_prefill, sequence.num_shared)
-        if is_due and not ends_prompt and self._publishes(sequence):
-            effects = replace(effects, checkpoint=self._take_checkpoint(sequence, end))
-        if sequence.wants_prompt_logprobs:
-            wanted = sequence.request.params.prompt_logprobs
-            effects = replace(effects, num_prompt_logprobs=wanted)
-        return Span(
-            sequence_id=sequence.sequence_id,
-            slot=sequence.slot,
-            start=start,
-            num_rows=end - start,
-            token_ids=sequence.committed(start, end),
-            next_token_id=None if ends_prompt else sequence.committed(end, end + 1)[0],
-            block_ids=self.cache.block_ids(sequence.sequence_id),
-            effects=effects,
-        )
-
-
-def _setup(sequence: Sequence, match: Match) -> SlotSetup:
-    request, params = sequence.request, sequence.request.params
-    assert sequence.slot is not None
-    return SlotSetup(
-        slot=sequence.slot,
-        num_committed=sequence.num_committed,
-        length_limit=request.length_limit,
-        stop_token_ids=request.stop_token_ids,
-        temperature=0.0 if params.greedy else params.temperature,
-        top_k=params.top_k,
-        top_p=params.top_p,
-        min_p=params.min_p,
-        seed=request.seed,
-        rules=request.rules,
-        draft_sampling=request.draft_sampling,
-        cached_token_ids=sequence.committed(0, match.num_tokens),
-        restore_from=match.checkpoint,
-    )

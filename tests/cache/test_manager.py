@@ -114,9 +114,9 @@ def test_committing_past_the_reservation_is_a_bug() -> None:
     cache = CacheManager(num_blocks=2, block_size=16, num_slots=1)
     cache.admit(0, 16)
     cache.commit(0, 10)
-    cache.commit(0, 6)
+    cache.commit(0, 16)
     with pytest.raises(AssertionError, match="past what was reserved"):
-        cache.commit(0, 1)
+        cache.commit(0, 17)
 
 
 def test_the_same_sequence_cannot_be_admitted_twice() -> None:

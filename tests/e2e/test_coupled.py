@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -20,15 +20,22 @@ from outrider.params import SamplingParams
 from outrider.runner import decide
 from outrider.spec.base import ChainDrafter
 from outrider.tokenizer import Tokenizer
-from tests.checkpoints import SHAPES, TinyShape, write_qwen3_5
-from tests.checkpoints_qwen3 import QWEN3_SHAPES, Qwen3Shape
+from tests.checkpoints import SHAPES, TinyShape
+from tests.checkpoints_qwen3 import QWEN3_SHAPES
 from tests.harness import (
     ScriptedDrafter,
     make_engine,
     random_tokens,
     run_requests,
     tokens_of,
-    transformers_logits,
+)
+from tests.sampled_law import (
+    CHI_SQUARE_LIMIT,
+    assert_that_drafts_decide,
+    draw,
+    exact_law,
+    statistic,
+    tiny_engines,
 )
 from tests.trained import Folders, trained_folder, trained_pair
 
@@ -297,76 +304,10 @@ def test_coupled_drafts_of_the_trained_pair_are_accepted_more_often_than_its_arg
 
 # --- Sampled drafts: the law of the text, on vocabularies that can be enumerated. ---
 
-VOCAB_SIZE = 4
-TEMPERATURE = 0.7
-LENGTH = 3
-"""Tokens looked at: one of the prompt's pass, and two or more of the first rounds."""
-
-CHI_SQUARE_LIMIT = 113.7
-"""Pearson's statistic with 63 degrees of freedom stays below this with probability 0.9999."""
-
-
-def exact_law(path: Path, prompt: Sequence[int]) -> dict[tuple[int, ...], float]:
-    """Probability of every continuation of LENGTH tokens, from transformers' own logits."""
-    law: dict[tuple[int, ...], float] = {(): 1.0}
-    for _ in range(LENGTH):
-        longer: dict[tuple[int, ...], float] = {}
-        for text, probability in law.items():
-            logits = transformers_logits(path, [*prompt, *text])[-1].double()
-            row = torch.softmax(logits / TEMPERATURE, 0).tolist()
-            longer |= {(*text, token): probability * row[token] for token in range(VOCAB_SIZE)}
-        law = longer
-    assert sum(law.values()) == pytest.approx(1.0)
-    return law
-
-
-def drawn_texts(engine: Engine, prompt: Sequence[int], num_seeds: int) -> Tokens:
-    """The first tokens of one request for each seed."""
-    params = SamplingParams(
-        max_tokens=LENGTH + 2, temperature=TEMPERATURE, ignore_eos=True, draft_sampling="sampled"
-    )
-    each = [replace(params, seed=seed) for seed in range(num_seeds)]
-    outputs = run_requests(engine, [list(prompt)] * num_seeds, each)
-    accepted = total_speculation(outputs).accepted_per_position
-    # Both branches of the rule are well travelled.
-    assert min(accepted) > num_seeds / 20, accepted
-    return [output.token_ids[:LENGTH] for output in outputs]
-
-
-def statistic(texts: Tokens, law: Mapping[tuple[int, ...], float]) -> float:
-    """Pearson's; texts that are expected less than 4 times count as one."""
-    counts = Counter(texts)
-    groups: dict[tuple[int, ...], list[float]] = {}
-    for text, probability in law.items():
-        expected = probability * len(texts)
-        group = groups.setdefault(text if expected >= 4 else (), [0.0, 0.0])
-        group[0] += counts[text]
-        group[1] += expected
-    return sum((count - expected) ** 2 / expected for count, expected in groups.values())
-
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Callable[[], Engine]]:
-    """Engines with four tokens: an EAGLE3 draft that knows three of them, and an MTP head."""
-    folders = Folders(tmp_path_factory)
-    shape = Qwen3Shape(32, 3, 2, 1, 16, VOCAB_SIZE)
-    target = folders.target(shape)
-    taps = {"eagle_aux_hidden_state_layer_ids": [0, 1, 2]}
-    draft = folders.draft(shape, 3, **taps)
-    hybrid = tmp_path_factory.mktemp("hybrid")
-    write_qwen3_5(
-        hybrid, TinyShape(hidden_size=32, num_layers=2, interval=2, vocab_size=VOCAB_SIZE)
-    )
-    options: dict[str, Any] = {
-        "max_num_seqs": 250,
-        "num_kv_blocks": 250,
-        "max_model_len": 16,
-        "debug_checks": False,
-    }
-    return {
-        "eagle3": lambda: make_engine(target, 2, method="eagle3", draft=draft, **options),
-        "mtp": lambda: make_engine(hybrid, 2, method="mtp", **options),
-    }
+    return tiny_engines(tmp_path_factory)
 
 
 PROMPT = (2, 3, 0)
@@ -376,7 +317,9 @@ def distance(tiny: dict[str, Callable[[], Engine]], method: str, num_seeds: int)
     """How far the drawn texts are from the target's law."""
     engine = tiny[method]()
     law = exact_law(Path(engine.config.model), PROMPT)
-    return statistic(drawn_texts(engine, PROMPT, num_seeds), law)
+    outputs = draw(engine, PROMPT, num_seeds)
+    assert_that_drafts_decide(outputs)
+    return statistic(outputs, law)
 
 
 @pytest.mark.parametrize("method", ["eagle3", "mtp"])

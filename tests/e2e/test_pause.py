@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from outrider import scheduler
+from outrider import span_rules
 from outrider.config import EngineConfig, SpeculativeConfig
 from outrider.engine import Engine
 from outrider.params import SamplingParams
-from outrider.request import Sequence
-from outrider.scheduler import Scheduler
+from outrider.request import NEVER, Sequence
+from outrider.span_rules import SpanRules
 from outrider.tokenizer import Tokenizer
 
 PROMPT = "def read_lines(path):\n    "
@@ -47,13 +47,14 @@ def test_a_sequence_that_goes_from_3_drafts_to_0_and_back_proposes_the_same_draf
 ) -> None:
     with monkeypatch.context() as patch:
         # Drafts are made at every length and never used: what a draft that saw all proposes.
-        patch.setattr(scheduler, "num_drafts_to_verify", lambda *_: 0)
+        patch.setattr(span_rules, "num_drafts_to_verify", lambda *_: 0)
         steady, text = proposals(trained_model)
 
-    def wanted(_: Scheduler, sequence: Sequence) -> int:
+    def wanted(_: SpanRules, sequence: Sequence) -> int:
         return 0 if len(sequence.output_token_ids) in PAUSE else 3
 
-    monkeypatch.setattr(Scheduler, "_wanted_drafts", wanted)
+    monkeypatch.setattr(SpanRules, "wanted_drafts", wanted)
+    monkeypatch.setattr(SpanRules, "_holds_to", lambda *_: NEVER)  # wishes change all the time
     paused, same_text = proposals(trained_model)
     assert same_text == text
     assert all(paused[n] == () for n in range(PAUSE.start + 4, PAUSE.stop + 1))

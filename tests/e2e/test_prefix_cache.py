@@ -187,7 +187,7 @@ def test_a_state_kept_in_the_middle_of_a_round_is_that_of_decoding_to_there(
 
 def _depth(node: Node) -> int:
     """Tokens up to the end of the node's block."""
-    return len(node.token_ids) + (0 if node.parent is None else _depth(node.parent))
+    return len(node.key) - 1 + (0 if node.parent is None else _depth(node.parent))
 
 
 def test_prompts_that_want_log_probabilities_are_computed_whole() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from operator import attrgetter
+
 import pytest
 
 from outrider.engine import Engine
@@ -233,9 +235,9 @@ def test_a_step_that_fails_once_changes_no_text(where: str, look_ahead: int, aft
     "site",
     [
         ("scheduler", "_admit"),
-        ("scheduler", "_prefill_span"),
+        ("scheduler.rules", "chunk"),
         ("scheduler", "commit"),
-        ("scheduler", "_share"),
+        ("scheduler", "_fill"),
         ("cache", "publish"),
         ("cache", "take_checkpoint"),
         ("cache", "keep_checkpoint"),
@@ -259,7 +261,7 @@ def test_an_interrupt_anywhere_in_a_step_changes_no_text_and_leaks_nothing(
     }
     expected = tokens_of(run_requests(engine_for(**options), prompts, wish(max_tokens=30)))
     engine = engine_for(**options)
-    part = getattr(engine, site[0])
+    part = attrgetter(site[0])(engine)
     original, calls = getattr(part, site[1]), 0
 
     def interrupted(*args: object) -> object:

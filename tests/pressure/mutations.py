@@ -14,11 +14,13 @@ from typing import Any
 import pytest
 
 import outrider.scheduler
+import outrider.span_rules
 from outrider.cache.id_pool import IdPool
 from outrider.cache.manager import CacheManager
 from outrider.cache.prefix_tree import PrefixTree
 from outrider.request import Request, Sequence, Status
 from outrider.scheduler import Scheduler
+from outrider.span_rules import SpanRules
 
 Patch = pytest.MonkeyPatch
 
@@ -69,15 +71,56 @@ def _reserves_too_little(patch: Patch) -> None:
 
 @_mutation("The positions that a chain of draft steps writes are not reserved.")
 def _forgets_the_chain(patch: Patch) -> None:
-    def needed(original: Any, scheduler: Scheduler, sequence: Sequence, num_rows: int, _: int):
-        return original(scheduler, sequence, num_rows, 0)
+    def needed(original: Any, rules: SpanRules, sequence: Sequence, num_rows: int, _: int):
+        return original(rules, sequence, num_rows, 0)
 
-    _wrap(patch, Scheduler, "_positions_needed", needed)
+    _wrap(patch, SpanRules, "positions_needed", needed)
 
 
 @_mutation("A round is planned as if those in flight added nothing.")
 def _forgets_what_is_in_flight(patch: Patch) -> None:
-    _fix(patch, Sequence, "max_new_tokens", 0)
+    def forgets(original: Any, sequence: Sequence, *args: Any) -> None:
+        original(sequence, *args)
+        sequence.num_committed_at_most = sequence.num_committed
+
+    _wrap(patch, Sequence, "submitted", forgets)
+    _wrap(patch, Sequence, "returned", forgets)
+
+
+@_mutation("A round is submitted once more though its text has outgrown its blocks.")
+def _repeats_a_round_for_ever(patch: Patch) -> None:
+    _wrap(patch, SpanRules, "_holds_to", lambda original, *args: original(*args) + 1)
+
+
+@_mutation("A round is submitted once more though one of its blocks was exchanged.")
+def _repeats_a_round_with_the_old_block(patch: Patch) -> None:
+    def publish(original: Any, *args: Any) -> bool:
+        original(*args)
+        return False
+
+    _wrap(patch, CacheManager, "publish", publish)
+
+
+@_mutation("A round is submitted once more though fewer drafts were found for it.")
+def _repeats_a_round_without_its_drafts(patch: Patch) -> None:
+    def commit(original: Any, self: Scheduler, span: Any, result: Any, *rest: Any) -> None:
+        sequence = self.sequence(span.sequence_id)
+        holds_to = sequence.round_holds_to
+        original(self, span, result, *rest)
+        if sequence.status is Status.DECODING:
+            sequence.round_holds_to = holds_to
+
+    _wrap(patch, Scheduler, "commit", commit)
+
+
+@_mutation("A sequence that comes back runs the round from before it gave way.")
+def _repeats_a_round_after_giving_way(patch: Patch) -> None:
+    def preempt(original: Any, self: Scheduler, sequence: Sequence) -> None:
+        holds_to = sequence.round_holds_to
+        original(self, sequence)
+        sequence.round_holds_to = holds_to
+
+    _wrap(patch, Scheduler, "_preempt", preempt)
 
 
 @_mutation("A round gets the block table from before its own reservation.")
@@ -231,10 +274,10 @@ def _sets_up_once(patch: Patch) -> None:
 
 @_mutation("Chunks use the budget up and end anywhere.")
 def _chunks_off_the_grid(patch: Patch) -> None:
-    def chunk_end(_: Scheduler, start: int, num_prefill: int, _shared: int, budget: int) -> int:
+    def chunk_end(_: SpanRules, start: int, num_prefill: int, _shared: int, budget: int) -> int:
         return min(start + budget, num_prefill)
 
-    patch.setattr(Scheduler, "_chunk_end", chunk_end)
+    patch.setattr(SpanRules, "chunk_end", chunk_end)
 
 
 @_mutation("A chunk inside a prompt names its own last token as the next one.")
@@ -245,12 +288,12 @@ def _names_the_wrong_next_token(patch: Patch) -> None:
             return made
         return replace(made, next_token_id=made.token_ids[-1])
 
-    _wrap(patch, Scheduler, "_prefill_span", span)
+    _wrap(patch, SpanRules, "chunk", span)
 
 
 @_mutation("Drafts are verified past the length limit.")
 def _verifies_past_the_limit(patch: Patch) -> None:
-    patch.setattr(outrider.scheduler, "num_drafts_to_verify", lambda proposed, *_: proposed)
+    patch.setattr(outrider.span_rules, "num_drafts_to_verify", lambda proposed, *_: proposed)
 
 
 @_mutation("More drafts are verified than were asked for a round ago.")
@@ -260,7 +303,7 @@ def _verifies_what_nobody_proposed(patch: Patch) -> None:
 
 @_mutation("A request's own limit on drafts is ignored.")
 def _ignores_the_draft_limit(patch: Patch) -> None:
-    patch.setattr(Scheduler, "_wanted_drafts", lambda self, _: self.config.num_speculative_tokens)
+    patch.setattr(SpanRules, "wanted_drafts", lambda self, _: self._config.num_speculative_tokens)
 
 
 @_mutation("A grammar's round is planned before its drafts are known.")
@@ -288,6 +331,19 @@ def _restarts_all_but_one(patch: Patch) -> None:
         scheduler._running[:0] = spared
 
     _wrap(patch, Scheduler, "restart", restart)
+
+
+@_mutation("After a failure, cached blocks still count those who read them before.")
+def _restarts_with_readers_of_before(patch: Patch) -> None:
+    patch.setattr(PrefixTree, "leave_all", lambda self: None)
+
+
+@_mutation("After a failure, ids that nobody holds any more stay taken.")
+def _restarts_without_what_was_held(patch: Patch) -> None:
+    def keep_only(original: Any, pool: IdPool, ids: Any) -> None:
+        original(pool, {*ids, *pool._taken})
+
+    _wrap(patch, IdPool, "keep_only", keep_only)
 
 
 @_mutation("A round's checkpoint is kept whether or not the text had come so far.")
@@ -342,7 +398,7 @@ def _publishes_early(patch: Patch) -> None:
 
 @_mutation("Blocks of a request without speculation are shared, which the draft never saw.")
 def _publishes_what_the_draft_never_saw(patch: Patch) -> None:
-    patch.setattr(Scheduler, "_publishes", lambda self, sequence: True)
+    patch.setattr(SpanRules, "publishes", lambda self, sequence: True)
 
 
 @_mutation("A hit does not restore the recurrent state.")
@@ -372,9 +428,9 @@ def _loses_a_checkpoint(patch: Patch) -> None:
 
 @_mutation("Prompts whose log probabilities are wanted are read from the cache all the same.")
 def _reads_what_must_be_reported(patch: Patch) -> None:
-    def match(original: Any, scheduler: Scheduler, sequence: Sequence) -> Any:
+    def match(original: Any, rules: SpanRules, sequence: Sequence) -> Any:
         if sequence.wants_prompt_logprobs and sequence.status is Status.WAITING:
-            return scheduler.cache.match(sequence.text)
-        return original(scheduler, sequence)
+            return rules._cache.match(sequence.text)
+        return original(rules, sequence)
 
-    _wrap(patch, Scheduler, "_match", match)
+    _wrap(patch, SpanRules, "match", match)

@@ -348,7 +348,10 @@ class World:
         feeds = params.speculation and self.shape.num_drafts > 0
         expect(effects.feeds_draft == feeds, "the draft sees all of a text, or nothing")
         limit = sequence.request.length_limit
-        expect(span.start + span.num_rows <= limit, "rows stand past the length limit")
+        start = span.start if span.is_prefill else sequence.num_committed - 1
+        expect(start + span.num_rows <= limit, "rows stand past the length limit")
+        table = self.cache.block_ids(span.sequence_id)
+        expect(span.block_ids == table, "a span has another block table than its sequence")
         if span.is_prefill:
             return
         expect(effects.num_drafts <= user.num_proposed, "drafts are verified that nobody proposed")

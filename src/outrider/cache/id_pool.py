@@ -17,11 +17,6 @@ class IdPool:
     def num_free(self) -> int:
         return len(self._free)
 
-    @property
-    def taken(self) -> list[int]:
-        """Ids that somebody holds."""
-        return sorted(self._taken)
-
     def take(self, count: int) -> list[int] | None:
         """Take `count` ids, or none at all and return None when fewer are free."""
         if count > len(self._free):
@@ -36,6 +31,12 @@ class IdPool:
             assert item in self._taken, f"{self.name} {item} given back but not taken"
             self._taken.remove(item)
             self._free.append(item)
+
+    def keep_only(self, ids: Iterable[int]) -> None:
+        """From now on exactly these are taken, whatever was before."""
+        self._taken = set(ids)
+        everything = range(self._first_id + self.size - 1, self._first_id - 1, -1)
+        self._free = [item for item in everything if item not in self._taken]
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless every id is either free or taken, once."""

@@ -125,7 +125,8 @@ class CacheManager:
             The slot, held until `release`.
         """
         assert sequence_id not in self._holdings, f"sequence {sequence_id} is admitted already"
-        if self.slots.num_free == 0:
+        slots = self.slots.take(1)
+        if slots is None:
             return None
         for node in match.nodes:
             self._tree.use(node)
@@ -133,11 +134,10 @@ class CacheManager:
         if block_ids is None:
             for node in reversed(match.nodes):
                 self._tree.leave(node)
+            self.slots.give_back(slots)
             return None
         if match.checkpoint is not None:
             self._touch(match.nodes[-1])
-        slots = self.slots.take(1)
-        assert slots is not None
         shared = [node.block_id for node in match.nodes]
         self._holdings[sequence_id] = _Holding(
             slots[0], shared + block_ids, list(match.nodes), match.num_tokens
@@ -162,33 +162,35 @@ class CacheManager:
         missing = self.num_blocks_for(num_positions) - len(self._holdings[sequence_id].block_ids)
         return max(missing, 0)
 
-    def commit(self, sequence_id: int, num_tokens: int) -> bool:
-        """num_tokens more positions stand; they were reserved before.
+    def commit(self, sequence_id: int, num_positions: int) -> None:
+        """The first num_positions stand; they were reserved before.
 
-        Returns:
-            Whether a block is full that is not published.
+        Need not be said of less than a block.
         """
         holding = self._holdings[sequence_id]
-        holding.num_committed += num_tokens
-        capacity = len(holding.block_ids) * self.block_size
-        assert holding.num_committed <= capacity, "committed past what was reserved"
-        return holding.num_committed // self.block_size > len(holding.nodes)
+        assert num_positions <= len(holding.block_ids) * self.block_size, (
+            "committed past what was reserved"
+        )
+        holding.num_committed = num_positions
 
-    def publish(self, sequence_id: int, text: Callable[[int, int], tuple[int, ...]]) -> None:
+    def publish(self, sequence_id: int, text: Callable[[int, int], tuple[int, ...]]) -> bool:
         """Let others read the blocks that are full by now.
 
         Args:
             text: tokens begin .. end - 1 of the sequence, of which there is one more than is
                 committed here, or more.
+
+        Returns:
+            Whether the sequence's table has changed: it reads another's copy of a block now.
         """
         if self._prefix_unit is None:
-            return
+            return False
         holding, size = self._holdings[sequence_id], self.block_size
+        changes = False
         for index in range(len(holding.nodes), holding.num_committed // size):
             parent = holding.nodes[-1] if holding.nodes else None
-            *block, next_token_id = text(index * size, (index + 1) * size + 1)
-            node = self._tree.insert(parent, tuple(block), holding.block_ids[index], next_token_id)
-            self._tree.use(node)
+            key = text(index * size, (index + 1) * size + 1)
+            node = self._tree.insert(parent, key, holding.block_ids[index])
             holding.nodes.append(node)
             if node.block_id != holding.block_ids[index]:
                 # Somebody computed the same text: one copy is enough, or a sequence that outlives
@@ -196,6 +198,8 @@ class CacheManager:
                 self.blocks.give_back([holding.block_ids[index]])
                 holding.block_ids[index] = node.block_id
                 holding.table = None
+                changes = True
+        return changes
 
     def take_checkpoint(self, sequence_id: int, position: int) -> int | None:
         """A slot for the sequence's state at `position`; None where there is one already, or none.
@@ -220,11 +224,6 @@ class CacheManager:
         holding.nodes[index].checkpoint = slot
         self._checkpointed[holding.nodes[index]] = None
 
-    def reclaim(self) -> None:
-        """Give back checkpoints that were taken and belong to no node; nobody will keep them."""
-        kept = {node.checkpoint for node in self._checkpointed}
-        self.checkpoints.give_back([slot for slot in self.checkpoints.taken if slot not in kept])
-
     def drop_checkpoint(self, slot: int) -> None:
         """A slot that was taken is not needed after all."""
         self.checkpoints.give_back([slot])
@@ -245,6 +244,21 @@ class CacheManager:
             else:
                 self.blocks.give_back([holding.block_ids[index]])
         self.slots.give_back([holding.slot])
+
+    def release_all(self) -> None:
+        """Nobody holds anything any more, however far a failure let the last change get.
+
+        What belongs to no cached node is free again.
+        """
+        self._holdings.clear()
+        self._tree.leave_all()
+        nodes = self._tree.nodes()
+        kept = [node for node in nodes if node.checkpoint is not None]
+        order = dict.fromkeys(self._checkpointed) | dict.fromkeys(kept)
+        self._checkpointed = OrderedDict((node, None) for node in order if node in kept)
+        self.blocks.keep_only(node.block_id for node in nodes)
+        self.checkpoints.keep_only(node.checkpoint for node in kept if node.checkpoint is not None)
+        self.slots.keep_only(())
 
     def clear(self) -> None:
         """Forget everything that is cached and unused."""

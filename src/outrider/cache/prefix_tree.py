@@ -18,15 +18,14 @@ class Node:
     """A cached block.
 
     Attributes:
-        next_token_id: the token behind the block.
+        key: the block's tokens, and the one that followed them.
         num_users: sequences whose text runs through the node. All of a node's ancestors have at
             least as many.
         checkpoint: slot that holds the recurrent state at the block's end, or None.
     """
 
     block_id: int
-    token_ids: tuple[int, ...]
-    next_token_id: int
+    key: tuple[int, ...]
     parent: Node | None
     children: dict[tuple[int, ...], Node] = field(default_factory=dict["tuple[int, ...]", "Node"])
     num_users: int = 0
@@ -63,16 +62,20 @@ class PrefixTree:
             children = node.children
         return path
 
-    def insert(
-        self, parent: Node | None, token_ids: tuple[int, ...], block_id: int, next_token_id: int
-    ) -> Node:
-        """The node of a block behind `parent`: a new one, or one that holds the same text."""
+    def insert(self, parent: Node | None, key: tuple[int, ...], block_id: int) -> Node:
+        """The node of a block behind `parent`, for one more sequence that runs through it.
+
+        A new one, or one that holds the same text.
+
+        Args:
+            key: the block's tokens, and the one behind it.
+        """
         children = self._roots if parent is None else parent.children
-        key = (*token_ids, next_token_id)
         node = children.get(key)
         if node is None:
-            node = children[key] = Node(block_id, token_ids, next_token_id, parent)
-            self._unused[node] = None
+            node = children[key] = Node(block_id, key, parent, num_users=1)
+        else:
+            self.use(node)
         return node
 
     def use(self, node: Node) -> None:
@@ -87,12 +90,20 @@ class PrefixTree:
         if node.num_users == 0:
             self._unused[node] = None
 
+    def leave_all(self) -> None:
+        """No sequence runs through any node."""
+        unused = dict.fromkeys(self._unused) | dict.fromkeys(self.nodes())
+        known = set(self.nodes())
+        self._unused = OrderedDict((node, None) for node in unused if node in known)
+        for node in known:
+            node.num_users = 0
+
     def evict(self) -> Node:
         """Take out the unused node that was used longest ago, of those that nothing hangs on."""
         node = next(node for node in self._unused if not node.children)
         del self._unused[node]
         siblings = self._roots if node.parent is None else node.parent.children
-        del siblings[(*node.token_ids, node.next_token_id)]
+        del siblings[node.key]
         return node
 
     def nodes(self) -> list[Node]:
@@ -108,6 +119,6 @@ class PrefixTree:
         assert set(self._unused) == {node for node in nodes if node.num_users == 0}
         for node in nodes:
             assert node.num_users >= sum(child.num_users for child in node.children.values())
-            assert len(node.token_ids) == self._block_size
+            assert len(node.key) == self._block_size + 1
         blocks = [node.block_id for node in nodes]
         assert len(blocks) == len(set(blocks)), "a block is cached twice"

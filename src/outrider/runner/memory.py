@@ -323,3 +323,11 @@ def gib(size: float) -> str:
     """Bytes as a number of GiB, to two digits after the point or three that count."""
     amount = size / GIB
     return f"{amount:.2f} GiB" if amount >= 1 or not size else f"{amount:.3g} GiB"
+
+
+def ran_out_of_memory(error: BaseException) -> bool:
+    """Whether somebody asked for memory, on the host or on the device, and there was none."""
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return True
+    said = ("can't allocate memory", "not enough memory")  # by torch, of a CPU's
+    return isinstance(error, RuntimeError) and any(words in str(error) for words in said)

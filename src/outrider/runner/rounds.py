@@ -220,9 +220,12 @@ class Runner:
             most_next = self.options.size.max_rows - 1  # one graph for every smaller wish
         history_len = 0
         if tier is Tier.FULL or reads_history:
-            history_len = max(span.num_committed_at_most for span in spans)
+            # A text is at most one token longer than the positions that are reserved for it.
+            most_blocks = max(len(span.block_ids) for span in spans)
+            history_len = most_blocks * self.options.size.block_size + 1
             if self.options.device.type == "cuda":  # few lengths, few graphs
-                history_len = min(power_of_two(history_len), self.options.max_model_len)
+                history_len = power_of_two(history_len)
+            history_len = min(history_len, self.options.max_model_len)
         return Work(
             tier=tier,
             draft_modes=frozenset(effect.draft_sampling for effect in effects),
