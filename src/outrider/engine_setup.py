@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Iterator
 
 import torch
+from torch import Tensor, nn
 
 from outrider.admission import AdmissionRules
 from outrider.cache.manager import CacheManager
@@ -101,27 +103,39 @@ def plan_engine_memory(
 
 
 def compile_linears(config: EngineConfig, target: CausalLM, drafter: Drafter | None) -> None:
-    """Have the kernels of the linear layers ready for every size of a round and of a prompt chunk.
+    """Have the kernels of the linear layers ready for the sizes of rounds and of prompt chunks.
 
     Without this each would be compiled when it is first met, in the middle of serving.
     """
-    head = target.head_weight
-    if not uses_kernels(head):
+    if not uses_kernels(target.head_weight):
         return
     begin = time.perf_counter()
-    rounds = {bucket(count) for count in range(1, config.max_num_seqs + 1)}
-    rounds |= {count * (config.num_speculative_tokens + 1) for count in rounds}
-    chunks = {2**power for power in range(6, config.max_prefill_tokens.bit_length())}
-    modules = [module for module in target.modules() if isinstance(module, Linear)]
-    gated = {module.weight.shape for module in modules if module.interleaved}
-    weights = [module.weight for module in modules if module.weight is not head]
-    # A draft's layers are shaped as the target's, or else a kernel too few is compiled here.
-    drafting = (drafter and drafter.step_weights(1)) or ()
-    weights += [weight for weight in drafting if weight.dim() == 2 and weight is not head]
-    projections = [Projection(weight, weight.shape in gated) for weight in weights]
-    projections.append(Projection(head, most_rows=max(rounds)))
-    count = compile_ahead(projections, rounds | chunks)
+    rounds = round_sizes(config)
+    projections = [*_projections(target, target.head_weight, max(rounds))]
+    if drafter is not None and drafter.output_weight is not None:
+        projections += _projections(drafter.network, drafter.output_weight, max(rounds))
+    count = compile_ahead(projections, rounds | chunk_sizes(config))
     logger.info("%d kernels of linear layers ready in %.1f s", count, time.perf_counter() - begin)
+
+
+def round_sizes(config: EngineConfig) -> set[int]:
+    """Numbers of rows that rounds have on a GPU, of one draft step and of a whole pass."""
+    sequences = {bucket(count) for count in range(1, config.max_num_seqs + 1)}
+    return sequences | {count * (config.num_speculative_tokens + 1) for count in sequences}
+
+
+def chunk_sizes(config: EngineConfig) -> set[int]:
+    """Of prompt chunks, close enough to meet nearly every choice of a tile."""
+    most = config.max_prefill_tokens
+    return {*range(16, min(most, 1024) + 1, 16), *range(1024, most + 1, 64), most}
+
+
+def _projections(model: nn.Module | None, head: Tensor, most_rows: int) -> Iterator[Projection]:
+    """Linear layers, and the output head, which sees the rows of rounds only."""
+    for module in model.modules() if model is not None else ():
+        if isinstance(module, Linear) and module.weight is not head:
+            yield Projection(module.weight, module.interleaved)
+    yield Projection(head, most_rows=most_rows)
 
 
 def build_runner(

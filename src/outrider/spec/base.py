@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from outrider.layers.rows import LayerCache, LayerCacheSpec, RowBatch
 from outrider.spec.choose import DraftChooser, Proposal
@@ -80,6 +80,16 @@ class Drafter(ABC):
             [R, H''], handed back to `propose` for one row of each sequence.
         """
         return tapped
+
+    @property
+    def network(self) -> nn.Module | None:
+        """Layers of its own; None for a lookup."""
+        return None
+
+    @property
+    def output_weight(self) -> Tensor | None:
+        """[V', H], the output head that drafts are scored with; None for a lookup."""
+        return None
 
     def step_weights(self, step: int) -> Sequence[Tensor] | None:
         """What chain step 1, 2, ... reads whole, its output head included; benchmarks count it.

@@ -46,6 +46,14 @@ class Eagle3Drafter(ChainDrafter):
     def target_ids(self) -> Tensor | None:
         return self._target_ids
 
+    @property
+    def network(self) -> Eagle3:
+        return self._draft
+
+    @property
+    def output_weight(self) -> Tensor:
+        return self._draft.lm_head.weight
+
     def step_weights(self, step: int) -> tuple[Tensor, ...]:
         left_out = ("embed_tokens.",) if step == 1 else ("embed_tokens.", *_FIRST_STEP_ONLY)
         parameters = self._draft.named_parameters()

@@ -37,7 +37,7 @@ class MTPDrafter(ChainDrafter):
         self._target_ids = target_ids
         self._rows: Tensor | None = None
         if target_ids is not None:
-            self._rows = _output_weight(target).index_select(0, target_ids)
+            self._rows = target.head_weight.index_select(0, target_ids)
         self.cache_specs = head.cache_specs
 
     @property
@@ -45,9 +45,13 @@ class MTPDrafter(ChainDrafter):
         return self._target_ids
 
     @property
+    def network(self) -> Qwen3_5MTP:
+        return self._head
+
+    @property
     def output_weight(self) -> Tensor:
         """[N, H], the output head that drafts are scored with."""
-        return _output_weight(self._target) if self._rows is None else self._rows
+        return self._target.head_weight if self._rows is None else self._rows
 
     def feed(self, tapped: Tensor, next_token_ids: Tensor, rows: RowBatch) -> Tensor:
         return self._head(self._target, next_token_ids, tapped, rows, self._caches)
@@ -94,9 +98,3 @@ def _target_ids(checkpoint: Checkpoint, config: SpeculativeConfig) -> Tensor | N
         return None
     logger.info("draft head: %d of %d ids, %.1f MiB", num_ids, vocab_size, size / 2**20)
     return ids.to(checkpoint.device)
-
-
-def _output_weight(target: CausalLM) -> Tensor:
-    """[V, H], the target's output head or the embedding that doubles as one."""
-    tied = target.config.tie_word_embeddings
-    return target.embed_tokens.weight if tied else target.lm_head.weight

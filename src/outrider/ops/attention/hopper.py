@@ -124,6 +124,37 @@ def _fetch(descriptor, pool_row, barrier, buffer, wanted):
 
 
 @gluon.jit
+def _fill_rings(
+    descriptors, rings, ready, work, cut, units, total, p_tables, stride_table, row_tiles,
+    NUM_HEADS: gl.constexpr, BLOCK: gl.constexpr, PDL: gl.constexpr,
+):  # fmt: skip
+    """Start to fetch a program's first tiles; returns its cursor behind them, see `_advance`.
+
+    Waits for the kernel in front as soon as a tile may be in the making, or none is left.
+    """
+    keys, values = descriptors
+    k_ring, v_ring = rings
+    k_ready, v_ready = ready
+    first_item = gl.program_id(0)
+    i_b, unit, token, end, start, _ = _item(first_item, work, cut, units)
+    cursor = (first_item, i_b, unit, token, end, start)
+    STAGES: gl.constexpr = k_ring.shape[0]
+    for stage in gl.static_range(STAGES):
+        if PDL:
+            blocked = (cursor[3] + TILE > cursor[5]) | (cursor[3] >= cursor[4])
+            if blocked:
+                gdc_wait()
+        wanted = cursor[3] < cursor[4]
+        pool_row = _pool_row(cursor, p_tables, stride_table, row_tiles, NUM_HEADS, BLOCK)
+        _fetch(keys, pool_row, k_ready.index(stage), k_ring.index(stage), wanted)
+        _fetch(values, pool_row, v_ready.index(stage), v_ring.index(stage), wanted)
+        cursor = _advance(cursor, work, cut, units, total)
+    if PDL:
+        gdc_wait()
+    return cursor
+
+
+@gluon.jit
 def _zero_from(buffer, num_kept, NUM_WARPS: gl.constexpr):
     """Zero the rows of a tile from num_kept on: they may hold anything, and 0 * NaN is NaN."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [NUM_WARPS, 1], [1, 0])
@@ -279,22 +310,10 @@ def _paged_attention(
     )
 
     # The cursor is at the next tile to be fetched, STAGES tiles ahead of the one computed.
-    first_item = gl.program_id(0)
-    i_b, unit, token, end, start, _ = _item(first_item, work, cut, units)
-    cursor = (first_item, i_b, unit, token, end, start)
-    for stage in gl.static_range(STAGES):
-        if PDL:
-            # The tile may be in the making, or there is none left to fetch meanwhile.
-            blocked = (cursor[3] + TILE > cursor[5]) | (cursor[3] >= cursor[4])
-            if blocked:
-                gdc_wait()
-        wanted = cursor[3] < cursor[4]
-        pool_row = _pool_row(cursor, p_tables, stride_table, row_tiles, NUM_HEADS, BLOCK)
-        _fetch(keys, pool_row, k_ready.index(stage), k_ring.index(stage), wanted)
-        _fetch(values, pool_row, v_ready.index(stage), v_ring.index(stage), wanted)
-        cursor = _advance(cursor, work, cut, units, total)
-    if PDL:
-        gdc_wait()
+    cursor = _fill_rings(
+        (keys, values), (k_ring, v_ring), (k_ready, v_ready), work, cut, units, total,
+        p_tables, stride_table, row_tiles, NUM_HEADS, BLOCK, PDL,
+    )  # fmt: skip
     pool_row = _pool_row(cursor, p_tables, stride_table, row_tiles, NUM_HEADS, BLOCK)
 
     o_t = gl.arange(0, TILE, layout=gl.SliceLayout(1, ACC))

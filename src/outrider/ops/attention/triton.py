@@ -71,7 +71,7 @@ def _cut_batch(p_starts, p_num_rows, batch, units, max_leaf_items, programs, LAN
 
 
 @triton.jit
-def _pool_rows(p_table, o_token, end, head, NUM_HEADS: tl.constexpr, BLOCK: tl.constexpr):
+def pool_rows(p_table, o_token, end, head, NUM_HEADS: tl.constexpr, BLOCK: tl.constexpr):
     """Rows of the pool, seen as [blocks * heads * BLOCK, D], that hold the positions o_token."""
     b_block = tl.load(p_table + o_token // BLOCK, mask=o_token < end, other=0).to(tl.int64)
     return (b_block * NUM_HEADS + head) * BLOCK + o_token % BLOCK
@@ -99,7 +99,7 @@ def _fold(b_max, b_sum, b_acc, b_max2, b_sum2, b_acc2):
 
 
 @triton.jit
-def _gated(b_output, b_gate):
+def gated_output(b_output, b_gate):
     """output * sigmoid(gate), rounded where the reference rounds: both factors, then (by the
     caller) the product."""
     DTYPE: tl.constexpr = b_gate.dtype
@@ -126,7 +126,7 @@ def _leaf(
     b_acc = tl.zeros([COLUMNS, R], tl.float32)
     for tile in tl.range(begin, end, TOKENS, num_stages=STAGES):
         o_token = tile + o_t
-        o_pool = _pool_rows(p_table, o_token, written, head, NUM_HEADS, BLOCK)
+        o_pool = pool_rows(p_table, o_token, written, head, NUM_HEADS, BLOCK)
         o_kv = o_pool[:, None] * D + o_d[None, :]
         kept = (o_token < written)[:, None] & (o_d < D)[None, :]
         b_k = tl.load(p_keys + o_kv, mask=kept, other=0.0)
@@ -221,7 +221,7 @@ def _paged_attention(
                 o_gate = i_b.to(tl.int64) * stride_gate_b + (o_r // SHARE) * stride_gate_t
                 o_gate = (o_gate + o_head * stride_gate_h)[:, None] + o_d[None, :]
                 b_gate = tl.load(p_gate + o_gate, mask=inside, other=0.0)
-                b_output = _gated(b_output, b_gate)
+                b_output = gated_output(b_output, b_gate)
             tl.store(p_output + o_out, b_output.to(p_output.dtype.element_ty), mask=inside)
         else:
             o_part = (item // row_tiles).to(tl.int64) * (num_tokens * SHARE) + o_r
@@ -307,7 +307,7 @@ def _combine(
     if GATED:
         o_gate = i_b.to(tl.int64) * stride_gate_b + (o_r // SHARE) * stride_gate_t
         p_own = p_gate + o_gate + o_head * stride_gate_h + o_d
-        b_output = _gated(b_output, tl.load(p_own, mask=inside, other=0.0))
+        b_output = gated_output(b_output, tl.load(p_own, mask=inside, other=0.0))
     tl.store(p_out, b_output.to(p_output.dtype.element_ty), mask=inside)
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from outrider.ops.attention.plan import Attending, Card, Launch, PrefillTile
-from outrider.ops.attention.triton import _gated, _pool_rows, launch_options
+from outrider.ops.attention.triton import gated_output, launch_options, pool_rows
 
 
 @triton.jit
@@ -38,7 +38,7 @@ def _prefill_tile(
             b_v = tl.where((o_token < written)[:, None], b_v, 0.0)
     else:
         o_d = tl.arange(0, b_q.shape[1])
-        o_pool = _pool_rows(p_table, o_token, written, head, NUM_HEADS, BLOCK)
+        o_pool = pool_rows(p_table, o_token, written, head, NUM_HEADS, BLOCK)
         o_kv = o_pool[:, None] * D + o_d[None, :]
         kept = (o_token < written)[:, None] & (o_d < D)[None, :]
         b_k = tl.load(keys + o_kv, mask=kept, other=0.0)
@@ -114,7 +114,7 @@ def _prefill_attention(
     b_output = b_acc / b_sum[:, None]
     if GATED:
         o_gate = (o_t.to(tl.int64) * stride_gate_t + o_head * stride_gate_h)[:, None] + o_d[None, :]
-        b_output = _gated(b_output, tl.load(p_gate + o_gate, mask=inside, other=0.0))
+        b_output = gated_output(b_output, tl.load(p_gate + o_gate, mask=inside, other=0.0))
     tl.store(p_output + o_out, b_output.to(p_output.dtype.element_ty), mask=inside)
 
 

@@ -9,7 +9,7 @@ kernels on disk: a later start only reads them.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -17,7 +17,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from outrider.ops.dispatch import capability, is_hopper
+from outrider.ops.dispatch import capability, is_hopper, overlaps_launches
 from outrider.ops.linear.segments import uses_library
 
 
@@ -35,15 +35,12 @@ class Projection:
     most_rows: int | None = None
 
 
-def compile_ahead(
-    projections: Iterable[Projection], row_counts: Iterable[int], num_threads: int | None = None
-) -> int:
+def compile_ahead(projections: Iterable[Projection], row_counts: Iterable[int]) -> int:
     """Compile what `linear` and `gated_linear` will launch on a GPU; nothing is launched.
 
     Args:
         projections: weights on one CUDA device.
         row_counts: numbers of rows that x will have.
-        num_threads: None is one for each core.
 
     Returns:
         How many different kernels there are.
@@ -52,45 +49,48 @@ def compile_ahead(
     kernels: dict[object, Callable[[], object]] = {}
     for projection in projections:
         most = projection.most_rows
-        some = counts if most is None else [count for count in counts if count <= most]
-        for kernel, compile_it in _kernels(projection, some):
-            kernels.setdefault(kernel, compile_it)
+        for count in counts:
+            if most is None or count <= most:
+                kernels.setdefault(*_kernel(projection, count))
+    kernels.pop(None, None)
     calls = list(kernels.values())
     for call in calls[:1]:
         call()  # what Triton sets up once, it sets up in one thread
-    with ThreadPoolExecutor(num_threads or os.cpu_count() or 1) as pool:
+    with ThreadPoolExecutor(_num_cores()) as pool:
         for future in [pool.submit(call) for call in calls[1:]]:
             future.result()
     return len(calls)
 
 
-def _kernels(
-    projection: Projection, counts: list[int]
-) -> Iterator[tuple[object, Callable[[], object]]]:
-    """(what tells a kernel from others, the call that compiles it) for each number of rows."""
+def _num_cores() -> int:
+    """Those that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def _kernel(projection: Projection, count: int) -> tuple[object, Callable[[], object]]:
+    """What tells the kernel from others, and the call that compiles it; None for the library's."""
     weight, gated = projection.weight, projection.gated
     (n, k), dtype, device = weight.shape, weight.dtype, weight.device
+    x, y = _like(weight, count, k), _like(weight, count, n)
+    divisible = (dtype, n % 16 == 0, k % 16 == 0, n == 1, count == 1)
     if uses_library(dtype, capability(device)):
-        return
-    divisible = (dtype, n % 16 == 0, k % 16 == 0, n == 1)
+        return None, lambda: None
     if is_hopper(weight):
         from outrider.ops.linear.hopper import fits, launch_for
 
         if fits(weight):
-            for count in counts:
-                launch = launch_for(count, n, k, dtype, device, gated)
-                x, y = _like(weight, count, k), _like(weight, count, n // 2 if gated else n)
-                yield (launch.constants, divisible), partial(launch.warmup, x, weight, y)
-            return
-    from outrider.ops.dispatch import overlaps_launches
-    from outrider.ops.linear.triton import choose_tile, launch
+            launch = launch_for(count, n, k, dtype, device, gated)
+            y = y[:, : n // 2] if gated else y
+            key = (launch.constants, launch.tile.num_warps, divisible[:-1])
+            return key, partial(launch.warmup, x, weight, y)
+    from outrider.ops.linear.triton import choose_tile, constants_of, launch
 
-    pdl = overlaps_launches(weight)
-    for count in counts:
-        tile = choose_tile(count, dtype, capability(device))
-        x, y = _like(weight, count, k), _like(weight, count, n)
-        compile_it = partial(launch, x, weight, y, tile, pdl, warmup=True)
-        yield (tile, count <= 32, k, divisible), compile_it
+    tile, pdl = choose_tile(count, dtype, capability(device)), overlaps_launches(weight)
+    constants = constants_of(count, n, k, tile, pdl)
+    key = (tuple(constants.values()), divisible)
+    return key, partial(launch, x, weight, y, tile, pdl, warmup=True)
 
 
 def _like(weight: Tensor, num_rows: int, num_columns: int) -> Tensor:

@@ -141,35 +141,41 @@ def linear_triton(x: Tensor, weight: Tensor) -> Tensor:
     return y
 
 
-def launch(
-    x: Tensor, weight: Tensor, y: Tensor, tile: Tile, pdl: bool, warmup: bool = False
-) -> object:
-    """Run one tile shape; `warmup` compiles and returns the kernel instead."""
-    (num_rows, k), n = x.shape, weight.shape[0]
+def constants_of(num_rows: int, n: int, k: int, tile: Tile, pdl: bool) -> dict[str, object]:
+    """What the kernel of a product is compiled for, but for types and alignment."""
     segments = num_segments(n, k)
-    num_tiles = -(-num_rows // tile.tokens) * -(-n // tile.outputs)
-    # With many rows there are programs enough, and partial sums would cost more than they bring.
-    spread = segments > 1 and num_rows <= 32
-    partials = arrivals = None
-    if spread:
-        assert num_tiles <= MAX_COUNTERS, (num_tiles, tile)
-        partials = torch.empty((segments, num_rows, n), dtype=torch.float32, device=x.device)
-        arrivals = arrival_counters(weight)
-    grid = (num_tiles * (segments if spread else 1),)
-    arguments = (x, weight, y, partials, arrivals, num_rows, n, k, x.stride(0), weight.stride(0))
-    constants = {
+    return {
         "TOKENS": tile.tokens,
         "OUTPUTS": tile.outputs,
         "DEPTH": tile.depth,
         "WHOLE_STEPS": k % tile.depth == 0,
         "SEGMENTS": segments,
-        "SPREAD": spread,
+        # With many rows there are programs enough, and partial sums cost more than they bring.
+        "SPREAD": segments > 1 and num_rows <= 32,
         "GROUP": GROUP,
         "PDL": pdl,
         "num_stages": tile.num_stages,
         "num_warps": tile.num_warps,
         "launch_pdl": pdl,
     }
+
+
+def launch(
+    x: Tensor, weight: Tensor, y: Tensor, tile: Tile, pdl: bool, warmup: bool = False
+) -> object:
+    """Run one tile shape; `warmup` compiles and returns the kernel instead."""
+    (num_rows, k), n = x.shape, weight.shape[0]
+    constants = constants_of(num_rows, n, k, tile, pdl)
+    num_programs = num_tiles = -(-num_rows // tile.tokens) * -(-n // tile.outputs)
+    partials = arrivals = None
+    if constants["SPREAD"]:
+        assert num_tiles <= MAX_COUNTERS, (num_tiles, tile)
+        segments = num_segments(n, k)
+        num_programs = num_tiles * segments
+        partials = torch.empty((segments, num_rows, n), dtype=torch.float32, device=x.device)
+        arrivals = arrival_counters(weight)
+    grid = (num_programs,)
+    arguments = (x, weight, y, partials, arrivals, num_rows, n, k, x.stride(0), weight.stride(0))
     if warmup:
         return linear_kernel.warmup(*arguments, grid=grid, **constants)
     return linear_kernel[grid](*arguments, **constants)
