@@ -26,15 +26,15 @@ from outrider.spec.mtp import MTPDrafter
 from outrider.tokenizer import Tokenizer
 from tests.checkpoints import SHAPES, TinyShape, write_qwen3_5
 from tests.conftest import TRAINED_MODEL
-from tests.e2e.test_coupled import (
+from tests.harness import random_tokens, run_requests, tokens_of
+from tests.sampled_law import (
     CHI_SQUARE_LIMIT,
-    PROMPT,
     VOCAB_SIZE,
-    drawn_texts,
+    assert_that_drafts_decide,
+    draw,
     exact_law,
     statistic,
 )
-from tests.harness import random_tokens, run_requests, tokens_of
 
 Checkpoints = Callable[[TinyShape], Path]
 
@@ -191,8 +191,10 @@ def test_sampled_drafts_from_a_part_of_the_vocabulary_keep_the_law_of_the_text(
         max_model_len=16,
         debug_checks=False,
     )
-    texts = drawn_texts(engine, PROMPT, 700)
-    assert statistic(texts, exact_law(tmp_path, PROMPT)) < CHI_SQUARE_LIMIT
+    prompt = (2, 3, 0)
+    outputs = draw(engine, prompt, 700)
+    assert_that_drafts_decide(outputs)
+    assert statistic(outputs, exact_law(tmp_path, prompt)) < CHI_SQUARE_LIMIT
 
 
 # --- Where ids come from. ---
