@@ -35,6 +35,8 @@ for stage in "$@"; do
             >"$out/lossless.log" 2>&1
         python3 bench/lossless.py --dtype float16 --tokens 32 --drafts 0 1 3 8 \
             --out "$out/lossless-fp16.json" >>"$out/lossless.log" 2>&1
+        python3 bench/lossless.py --dtype bfloat16 --tokens 32 --drafts 0 3 8 --max-prompt 1200 \
+            --out "$out/lossless-long.json" >>"$out/lossless.log" 2>&1
         grep -E 'compared|Error|[1-9][0-9]* differ ' "$out/lossless.log" | tail -20
         ;;
     latency)

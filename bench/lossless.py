@@ -30,7 +30,6 @@ from outrider.spec.base import Drafter, Frontier
 from outrider.spec.choose import Proposal
 
 BATCHES = (1, 7, 32, 64)
-MAX_PROMPT = 150
 
 
 class Oracle(Drafter):
@@ -53,8 +52,9 @@ class Oracle(Drafter):
 class Bench:
     """One model's weights, shared by engines of every k."""
 
-    def __init__(self, model: str, dtype: str, num_tokens: int, eager: bool) -> None:
-        self.model, self.dtype, self.num_tokens, self.eager = model, dtype, num_tokens, eager
+    def __init__(self, model: str, dtype: str, options: argparse.Namespace) -> None:
+        self.model, self.dtype, self.eager = model, dtype, options.eager
+        self.num_tokens, self.max_prompt = options.tokens, options.max_prompt
         self.target: CausalLM | None = None
         self.prompts: list[list[int]] = []
         self.texts: list[tuple[int, ...]] = []
@@ -66,7 +66,7 @@ class Bench:
 
     def engine(self, num_drafts: int) -> tuple[Engine, Oracle]:
         """An engine whose drafts are the oracle's; without drafts it decodes plainly."""
-        length = MAX_PROMPT + self.num_tokens
+        length = self.max_prompt + self.num_tokens
         config = EngineConfig(
             self.model,
             dtype=self.dtype,  # type: ignore[arg-type]
@@ -159,7 +159,7 @@ class Bench:
         rng = torch.Generator().manual_seed(0)
         vocab_size = engine.model_config.vocab_size
         for index in range(max(BATCHES)):
-            length = 3 + (index * 37) % (MAX_PROMPT - 3)
+            length = 3 + (index * 37) % (self.max_prompt - 3)
             prompt = torch.randint(2, vocab_size, (length,), generator=rng)
             self.prompts.append(prompt.tolist())
         outputs = self.run(engine, range(max(BATCHES)), False)
@@ -171,6 +171,7 @@ def main() -> int:
     parser.add_argument("--model", nargs="+", default=["preset:qwen3-8b", "preset:qwen3.5-9b"])
     parser.add_argument("--dtype", nargs="+", default=["bfloat16", "float16"])
     parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--max-prompt", type=int, default=150, help="tokens of the longest prompt")
     parser.add_argument("--drafts", type=int, nargs="+", default=list(range(0, 9)))
     parser.add_argument("--eager", action="store_true")
     parser.add_argument("--out")
@@ -178,7 +179,7 @@ def main() -> int:
     results = []
     for model in options.model:
         for dtype in options.dtype:
-            bench = Bench(model, dtype, options.tokens, options.eager)
+            bench = Bench(model, dtype, options)
             bench.prepare()
             for num_drafts in options.drafts:
                 compared, wrong = bench.check(num_drafts)
