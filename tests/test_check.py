@@ -230,6 +230,14 @@ def test_the_command_names_every_text_that_differs_and_exits_with_1(
     assert lines_of(out)["texts are"] == "NOT identical"
 
 
+def test_a_check_without_speculation_is_refused(
+    model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["check", str(model), *FLAGS]) == 2
+    error = capsys.readouterr().err
+    assert "no speculation is asked for" in error and "--speculative-algorithm" in error
+
+
 def test_the_command_exits_with_2_where_it_could_not_run(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -214,7 +214,13 @@ def _serve(args: argparse.Namespace) -> int:
 
 
 def _check(args: argparse.Namespace) -> int:
-    report = check.check(EngineConfig(**engine_options(args)), num_tokens=args.num_tokens)
+    config = EngineConfig(**engine_options(args))
+    if config.speculative_config is None:
+        raise ConfigError(
+            "check compares a text with speculation and without, and no speculation is asked for",
+            hint="say how to draft, for instance --speculative-algorithm mtp",
+        )
+    report = check.check(config, num_tokens=args.num_tokens)
     check.print_report(report, sys.stdout)
     return int(report.result)
 
