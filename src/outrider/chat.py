@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
+import signal
 import sys
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
@@ -101,6 +102,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Talk until the input ends; returns the exit code."""
     is_terminal = sys.stdin.isatty() and sys.stdout.isatty()
+    if is_terminal and signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        # Inherited from a script that ran this in the background; Ctrl-C is a key of ours.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     color = render.use_color(args.color, sys.stdout, os.environ)
     source = _source(args, color)
     dims = render.use_color(args.color, sys.stderr, os.environ)
