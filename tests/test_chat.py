@@ -149,6 +149,23 @@ def test_reasoning_is_dimmed_or_tagged_and_is_no_part_of_the_conversation() -> N
     assert out.getvalue() == "\x1b[2mwhy\x1b[0m\n\n\x1b[38;5;28myes\x1b[0m␛[2J\n"
 
 
+class Tty(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_nobody_steers_a_terminal_that_shows_no_colours() -> None:
+    out, notes = Tty(), Tty()
+    talk = Session(
+        Script([Span("why\x1b[2J", is_reasoning=True), Span("\x9b2Jyes")]), None, Screen(out, notes)
+    )
+    talk.handle("really?")
+    assert out.getvalue() == "<think>\nwhy␛[2J\n</think>\n\ufffd2Jyes\n"
+    assert talk.messages[1]["content"] == "\x9b2Jyes"  # what the model said is what it is told
+    talk.screen.note("a model named \x1b]0;x\x07")
+    assert notes.getvalue().endswith("a model named ␛]0;x␇\n")
+
+
 def test_an_answer_that_is_stopped_is_kept_as_far_as_it_got_and_its_request_is_ended() -> None:
     script = Script([Span("par"), KeyboardInterrupt()], [KeyboardInterrupt()], [Span("ok")])
     talk, out, _ = session(script)

@@ -48,6 +48,11 @@ def solved(successes: int, trials: int, z: float) -> tuple[float, float]:
     return edge(share, 0.0), edge(share, 1.0)
 
 
+def test_the_name_of_a_model_does_not_steer_the_terminal() -> None:
+    lines = summary_lines(RecordedRun("\x1b[2Jevil\x9b", None, 0, "cpu"))
+    assert lines[0] == "␛[2Jevil\ufffd: 0 tokens in 0 passes"
+
+
 @pytest.mark.parametrize(
     ("successes", "trials"), [(0, 1), (1, 1), (0, 10), (10, 10), (3, 7), (37, 52), (5000, 10_000)]
 )

@@ -163,9 +163,9 @@ class Screen:
     color: bool = False
     notes_color: bool = False
 
-    def note(self, text: str, code: str = render.DIM) -> None:
+    def note(self, text: str) -> None:
         """A line beside the conversation."""
-        shown = render.paint(text, code if self.notes_color else "")
+        shown = render.paint(render.harmless(text), render.DIM if self.notes_color else "")
         print(shown, file=self.notes, flush=True)
 
 
@@ -252,7 +252,7 @@ class Session:
             self.screen.note(f"{name:9}{text}")
         self.screen.note("/quit    end, as the end of the input does")
         if self.screen.color:
-            self.screen.note(render.legend(_MOST_DRAFTS_SHOWN), "")
+            print(render.legend(_MOST_DRAFTS_SHOWN), file=self.screen.notes, flush=True)
 
 
 class _Printer:
@@ -261,6 +261,7 @@ class _Printer:
     def __init__(self, screen: Screen) -> None:
         self._out = screen.out
         self._color = screen.color
+        self._cleans = screen.color or screen.out.isatty()
         self._content: list[str] = []
         self._in_reasoning = False
         self._at_line_start = True
@@ -281,7 +282,7 @@ class _Printer:
                 self._turn(span.is_reasoning)
             if not span.is_reasoning:
                 self._content.append(span.text)
-            shown = render.harmless(span.text) if self._color else span.text
+            shown = render.harmless(span.text) if self._cleans else span.text
             code = render.DIM if span.is_reasoning else span.code
             self._write(shown, code if self._color else "")
 

@@ -241,7 +241,7 @@ def _run_batch(llm: LLM, prompts: list[str], params: SamplingParams) -> list[Req
 
 
 def _stream(llm: LLM, prompt: str, params: SamplingParams, color: bool) -> RequestOutput:
-    painter = render.TextPainter(llm.tokenizer, color)
+    painter = render.TextPainter(llm.tokenizer, color, sys.stdout.isatty())
     output = None
     for output in llm.stream(prompt, params):
         sys.stdout.write(painter.push(output.completions[0]))
@@ -262,7 +262,8 @@ def _print_output(
                 which = f", output {completion.index + 1}" if len(output.completions) > 1 else ""
                 heading = f"--- prompt {index + 1}{which}: {_shortened(prompts[index])} ---"
                 print(render.paint(heading, render.BOLD if color else ""))
-            print(render.TextPainter(llm.tokenizer, color).push(completion))
+            painter = render.TextPainter(llm.tokenizer, color, sys.stdout.isatty())
+            print(painter.push(completion))
 
 
 def _shortened(prompt: str) -> str:

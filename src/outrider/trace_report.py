@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from outrider.batch import FinishReason
-from outrider.render import table
+from outrider.render import harmless, table
 from outrider.trace_file import RecordedOutput, RecordedRound, RecordedRun
 
 Z_95 = 1.959963984540054
@@ -102,7 +102,7 @@ def summary_lines(run: RecordedRun) -> list[str]:
     """The report for a terminal."""
     rounds = all_rounds(run)
     num_tokens = sum(len(one.tokens) for one in rounds)
-    lines = [f"{run.model}: {num_tokens} tokens in {len(rounds)} passes", ""]
+    lines = [f"{harmless(run.model)}: {num_tokens} tokens in {len(rounds)} passes", ""]
     length = acceptance_length(rounds)
     if length is not None:
         rows = [("position", "rounds", "accepted", "share", "95 % (Wilson)")]
