@@ -129,18 +129,6 @@ def _round(trace: RoundTrace, entries: list[dict[str, Any]], begin: float) -> Re
     )
 
 
-def check_writable(path: Path) -> None:
-    """Refuse now what would be refused after a long run.
-
-    Raises:
-        TraceFileError: the file cannot be written.
-    """
-    try:
-        path.open("a", encoding="utf-8").close()
-    except OSError as error:
-        raise TraceFileError(f"cannot write the trace ({error.strerror})", got=str(path)) from error
-
-
 def write(run: RecordedRun, path: Path) -> None:
     """Write a run, in place of what the file held.
 
