@@ -261,6 +261,10 @@ def test_errors_are_shown_in_the_servers_words_at_their_field(
     for name, value, start in (
         ("temperature", "-1", "temperature: got -1"),
         ("max_tokens", "1.5", 'max_tokens: got "1.5"; allowed: a whole number'),
+        ("seed", "9007199254740993", 'seed: got "9007199254740993"; allowed on this page: what a'),
+        ("seed", "-9007199254740992", 'seed: got "-9007199254740992"; allowed on this page'),
+        ("seed", "+5", 'seed: got "+5"; allowed: a whole number'),
+        ("temperature", "9" * 400, f'temperature: got "{"9" * 400}"; allowed on this page'),
         ("prompt", "", "prompt is empty"),
         ("max_draft_tokens", "-3", "max_draft_tokens: got -3"),
     ):
@@ -272,6 +276,11 @@ def test_errors_are_shown_in_the_servers_words_at_their_field(
         assert browser.evaluate(invalid) == name
         browser.fill(f"#{name}", good)
         assert completed(browser, max_tokens="4")
+
+    browser.fill("#seed", "9007199254740991")  # the largest that every reader of JSON holds
+    asked = 'JSON.stringify(body()).match(/"seed":(\\d+)/)[1]'
+    assert browser.evaluate(asked) == "9007199254740991"
+    assert completed(browser, max_tokens="4")
 
     browser.evaluate("window.extra = {ignore_eos: true}")
     browser.fill("#max_tokens", "480")
