@@ -33,18 +33,18 @@ def says(monkeypatch: pytest.MonkeyPatch, *lines: str) -> None:
 def test_lines_are_answered_one_after_the_other_and_each_knows_what_was_said_before(
     llm: LLM, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    says(monkeypatch, "import os", "", "hello", "/quit", "never asked")
+    says(monkeypatch, "import os", "", "/etc/passwd: root", "//quit")
     assert main(["chat", MODEL, *SHORT, *MTP, "--system", "brief"]) == 0
     params = SamplingParams(temperature=0, max_tokens=12)
     messages: list[dict[str, str]] = [{"role": "system", "content": "brief"}]
-    for question in ("import os", "hello"):
+    for question in ("import os", "/etc/passwd: root", "//quit"):  # no commands without a terminal
         messages.append({"role": "user", "content": question})
         answer = llm.chat(messages, params).text
         messages.append({"role": "assistant", "content": answer})
     wanted = "".join(m["content"] + "\n" for m in messages if m["role"] == "assistant")
     printed = capsys.readouterr()
     assert printed.out == wanted
-    assert printed.err.count("[12 tokens, ") == 2 and "acceptance length" in printed.err
+    assert printed.err.count("[12 tokens, ") == 3 and "acceptance length" in printed.err
 
 
 def test_colours_show_who_chose_a_token_and_change_no_text(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -72,7 +73,22 @@ def test_what_was_written_is_read_again(tmp_path: Path) -> None:
 
 def test_a_request_that_failed_leaves_no_output() -> None:
     failed = RequestOutput.failed("request", TraceFileError("x"))
-    assert trace_file.record(empty_run(), ["a"], [failed], tokenizer()).outputs == []
+    assert trace_file.record(empty_run(), ["a"], [failed], tokenizer()).outputs == ()
+
+
+def test_a_run_is_not_changed_by_what_is_recorded_of_it() -> None:
+    run = empty_run()
+    failed = RequestOutput.failed("request", TraceFileError("x"))
+    done = RequestOutput("r", (1,), (Completion(finish_reason=FinishReason.ABORT),))
+    whole = trace_file.record(run, ["a", "b"], [failed, done], tokenizer())
+    assert whole.outputs == (RecordedOutput(1, 0, "b", "abort"),)
+    assert run == empty_run() and run.outputs == ()
+
+
+def test_a_text_that_has_not_ended_is_not_recorded_as_if_it_had() -> None:
+    running = RequestOutput("r", (1,), (Completion(finish_reason=None),))
+    with pytest.raises(AssertionError, match="where the text has ended"):
+        trace_file.record(empty_run(), ["a"], [running], tokenizer())
 
 
 def lines() -> list[dict[str, Any]]:
@@ -224,7 +240,6 @@ def test_a_file_that_is_not_there_is_named(
 
 
 def test_an_output_without_rounds_is_fine(tmp_path: Path) -> None:
-    run = empty_run()
-    run.outputs.append(RecordedOutput(0, 0, "a", "abort"))
+    run = replace(empty_run(), outputs=(RecordedOutput(0, 0, "a", "abort"),))
     trace_file.write(run, tmp_path / "run.jsonl")
     assert trace_file.read(tmp_path / "run.jsonl") == run

@@ -104,7 +104,9 @@ def test_a_plain_round_had_no_draft() -> None:
 
 def test_the_summary_has_intervals_and_reasons() -> None:
     rounds = [a_round(0, 0), a_round(2, 2), a_round(2, 1), a_round(2, 1), a_round(2, 2, 1)]
-    run = RecordedRun("a model", "mtp", 2, "cpu", [RecordedOutput(0, 0, "p", "stop", rounds)])
+    run = RecordedRun(
+        "a model", "mtp", 2, "cpu", (RecordedOutput(0, 0, "p", "stop", tuple(rounds)),)
+    )
     assert stop_counts(run.outputs) == {
         "rejected at 2": 2,
         "prompt pass": 1,

@@ -1,7 +1,8 @@
 """`outrider chat`: a conversation in the terminal, with a local model or with a server.
 
-On a terminal, Ctrl-C stops an answer and the program goes on; elsewhere every line of standard
-input is a message, answers go to standard output, and everything else to standard error.
+On a terminal there are commands, and Ctrl-C stops an answer and the program goes on. Elsewhere
+every line of standard input that is not blank is a message, whatever it begins with; answers go to
+standard output, and everything else to standard error.
 """
 
 from __future__ import annotations
@@ -191,7 +192,7 @@ class Session:
         }
 
     def handle(self, line: str) -> bool:
-        """One line of input, a command or a message; False where it ends the session.
+        """One line typed at a terminal, a command or a message; False where it ends the session.
 
         A message that begins with // begins with / for the model.
 
@@ -210,10 +211,11 @@ class Session:
                 raise RequestError("no such command", got=name, allowed=[*self._commands, "/quit"])
             self._commands[name][1](rest.strip())
             return True
-        self._ask(line.removeprefix("/") if text.startswith("//") else line)
+        self.ask(line.removeprefix("/") if text.startswith("//") else line)
         return True
 
-    def _ask(self, question: str) -> None:
+    def ask(self, question: str) -> None:
+        """One message, whatever it looks like; raises as `handle` does."""
         system = [] if self._system is None else [{"role": "system", "content": self._system}]
         asked = {"role": "user", "content": question}
         answer = self.source.answer([*system, *self.messages, asked])
@@ -347,8 +349,10 @@ def _on_lines(session: Session, lines: TextIO) -> int:
     while True:
         try:
             line = lines.readline()
-            if not line or not session.handle(line.removesuffix("\n")):
+            if not line:
                 return code
+            if line.strip():
+                session.ask(line.removesuffix("\n"))
         except UnicodeDecodeError as error:
             raise RequestError(f"the input is not text ({error})") from error
         except OutriderError as error:
