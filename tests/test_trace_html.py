@@ -94,6 +94,8 @@ def test_lanes_stand_at_their_times() -> None:
 def test_a_run_without_outputs_or_drafts_has_a_report() -> None:
     empty = trace_html.report(RecordedRun("a model", None, 0, "cuda"))
     assert "Nothing was drafted." in empty and "no drafts, on cuda" in empty
+    for kind in ("drafted", "corrected", "bonus", "plain"):
+        assert f'<span class="token {kind}"' in empty  # the legend
     aborted = RecordedRun("m", "mtp", 2, "cpu", (RecordedOutput(0, 0, "p", "abort"),))
     assert "No round ran." in trace_html.report(aborted)
 

@@ -37,6 +37,7 @@ from outrider.errors import ConfigError, OutriderError, RequestError
 from outrider.http_client import ApiClient
 from outrider.llm import LLM
 from outrider.params import SamplingParams
+from outrider.tokenizer import CONVERSATION_VARIABLES
 from outrider.trace import SpeculationStats
 
 SAMPLING_FIELDS = (
@@ -62,9 +63,6 @@ _SPECULATION_FIELDS = {
     "draft_sampling": "draft_sampling",
 }
 """Their names in the object `speculation` of a request."""
-
-_OWN_VARIABLES = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
-"""Of chat templates."""
 
 _OK, _PARTIAL = 0, 1
 _MOST_DRAFTS_SHOWN = 4
@@ -116,7 +114,7 @@ def run(args: argparse.Namespace) -> int:
 def _source(args: argparse.Namespace, color: bool) -> Source:
     engine = given(args, EngineConfig)
     sampling = sampling_options(args)
-    own = sorted(_OWN_VARIABLES & set(args.chat_template_kwargs))
+    own = sorted(set(CONVERSATION_VARIABLES) & set(args.chat_template_kwargs))
     if own:
         raise ConfigError("--chat-template-kwargs: these are the conversation's own", got=own)
     if args.url is None:

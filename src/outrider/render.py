@@ -82,8 +82,6 @@ class TextPainter:
         at_terminal: the bare text is made harmless too, as coloured text always is.
     """
 
-    _CONTEXT = 8  # ids; what a guess is decoded after, so that it can complete a character
-
     def __init__(self, tokenizer: Tokenizer, color: bool, at_terminal: bool = False) -> None:
         self._tokenizer = tokenizer
         self._color = color
@@ -115,18 +113,13 @@ class TextPainter:
     def _take(self, trace: RoundTrace, token_ids: Sequence[int]) -> None:
         for origin in trace.origins:
             if origin.origin is Origin.CORRECTED:
-                before = token_ids[max(self._num_tokens - self._CONTEXT, 0) : self._num_tokens]
-                self._pieces.append((self._guess(before, trace.rejected_token_ids), REJECTED))
+                before = token_ids[: self._num_tokens]
+                guess = self._tokenizer.decode_after(before, trace.rejected_token_ids)
+                self._pieces.append((guess.translate(_ON_ONE_LINE), REJECTED))
             self._code = origin_code(origin)
             text = self._detokenizer.push([token_ids[self._num_tokens]])
             self._pieces.append((text, self._code))
             self._num_tokens += 1
-
-    def _guess(self, before: Sequence[int], rejected: Sequence[int]) -> str:
-        """Text that the rejected ids would have added, special tokens shown, on one line."""
-        given = self._tokenizer.decode(before, skip_special_tokens=False).rstrip(REPLACEMENT)
-        both = self._tokenizer.decode([*before, *rejected], skip_special_tokens=False)
-        return both[len(given) :].translate(_ON_ONE_LINE)
 
     def _ready(self, num_characters: int) -> Iterator[tuple[str, str]]:
         """Pieces up to the end of the text, which stop strings hold back or cut."""

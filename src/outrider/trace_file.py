@@ -57,6 +57,11 @@ class RecordedRound:
     sequences: int
 
     @property
+    def trace(self) -> RoundTrace:
+        """The same in ids, without what was measured."""
+        return RoundTrace(self.drafts, self.accepted, len(self.tokens))
+
+    @property
     def was_cut(self) -> bool:
         """The text ended before all that the rule kept was in it."""
         return len(self.tokens) < self.accepted + 1

@@ -86,6 +86,9 @@ def test_the_page_needs_nothing_but_the_server(server: Server) -> None:
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     assert f"script-src 'sha256-{digest}'" in policy
     assert "default-src 'none'" in policy and "unsafe" not in policy
+    assert "legend.html" not in answer.text
+    for kind in ("drafted", "corrected", "bonus", "plain"):  # the legend has its place
+        assert f'<span class="token {kind}"' in answer.text
 
 
 def test_tokens_and_curves_are_those_that_the_server_sent(browser: Browser, server: Server) -> None:
