@@ -89,20 +89,7 @@ def build_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
     generate = commands.add_parser("generate", help="continue one prompt or several")
-    prompts = generate.add_argument_group("prompts", "one or more, in the order given")
-    prompts.add_argument("--prompt", dest="prompts", action="append", metavar="TEXT")
-    prompts.add_argument(
-        "--prompt-file",
-        dest="prompts",
-        action="append",
-        type=Path,
-        metavar="FILE",
-        help="all of a file is one prompt, its last newline included; - is standard input",
-    )
-    generate.add_argument("--json", action="store_true", help="print a JSON object per output")
-    trace_command.add_trace_file(generate)
-    add_engine_flags(generate)
-    add_sampling_flags(generate)
+    _add_generate_arguments(generate)
 
     serve = commands.add_parser("serve", help="serve a model to clients of OpenAI's API")
     add_engine_flags(serve)
@@ -145,6 +132,23 @@ def build_parser() -> argparse.ArgumentParser:
         command.add_argument("--verbose", action="store_true", help="log what the engine does")
         command.set_defaults(run=run)
     return parser
+
+
+def _add_generate_arguments(parser: argparse.ArgumentParser) -> None:
+    prompts = parser.add_argument_group("prompts", "one or more, in the order given")
+    prompts.add_argument("--prompt", dest="prompts", action="append", metavar="TEXT")
+    prompts.add_argument(
+        "--prompt-file",
+        dest="prompts",
+        action="append",
+        type=Path,
+        metavar="FILE",
+        help="all of a file is one prompt, its last newline included; - is standard input",
+    )
+    parser.add_argument("--json", action="store_true", help="print a JSON object per output")
+    trace_command.add_trace_file(parser)
+    add_engine_flags(parser)
+    add_sampling_flags(parser)
 
 
 def _version() -> str:
