@@ -91,7 +91,7 @@ def test_half_open_connections_hold_up_neither_others_nor_the_end(wanted_text: s
 def test_readers_that_do_not_read_give_their_places_back_when_the_engine_is_done() -> None:
     """Every chunk names the model, so a long name makes answers that no socket buffer holds."""
     name = "m" * 60_000  # 100 chunks are 6 MB; Linux buffers at most 4 MB of what is sent
-    flags = ("--max-num-seqs", "2", "--max-waiting", "0", "--request-timeout", "3")
+    flags = ("--max-num-seqs", "2", "--max-waiting", "0", "--request-timeout", "2.5")
     with (
         Server(*flags, "--served-model-name", name, "--drain-timeout", "1") as server,
         contextlib.ExitStack() as lines,
@@ -109,7 +109,7 @@ def test_readers_that_do_not_read_give_their_places_back_when_the_engine_is_done
 
 
 def test_an_engine_that_stands_still_hangs_nobody() -> None:
-    with Server(*MTP, "--request-timeout", "1", "--drain-timeout", "1") as server:
+    with Server(*MTP, "--request-timeout", "0.3", "--drain-timeout", "1") as server:
         pid = server.engine_pid()
         os.kill(pid, signal.SIGSTOP)
         with within(5):
