@@ -42,6 +42,7 @@ LEAVES = [
 ]
 PART_OF = {
     "admission": "engine",
+    "api_fields": "cli",
     "async_llm": "llm",
     "bench": "cli",
     "bench_report": "cli",
