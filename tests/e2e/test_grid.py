@@ -23,6 +23,11 @@ A, B = [*SHARED, *random_tokens(9, 100, 2)], [*SHARED, *random_tokens(21, 100, 3
 SHORT = random_tokens(5, 100, 4)
 PROMPTS = [A, B, A, SHORT, B, A]
 NUM_TOKENS = 12
+CACHE_WITH_ONE_STATE = {
+    "enable_prefix_caching": True,
+    "num_state_checkpoints": 1,
+    "checkpoint_interval": 16,
+}
 
 LAWS = {
     "greedy": {"temperature": 0.0},
@@ -91,9 +96,7 @@ def test_text_is_that_of_plain_decoding(
         3,
         drafter=drafter,
         dtype="float32",
-        enable_prefix_caching=caches,
-        num_state_checkpoints=1,
-        checkpoint_interval=16,
+        **(CACHE_WITH_ONE_STATE if caches else {}),
         prefill_grid=16,
         max_prefill_tokens=37,
         max_model_len=100,

@@ -174,7 +174,9 @@ def test_giving_way_after_any_round_changes_no_text(
     method: str, prefix_cache: bool, temperature: float
 ) -> None:
     params = wish(temperature=temperature, seed=3, draft_sampling="coupled", max_tokens=14)
-    options = {"enable_prefix_caching": prefix_cache, "checkpoint_interval": 16, "prefill_grid": 16}
+    options: dict[str, object] = {"enable_prefix_caching": prefix_cache, "prefill_grid": 16}
+    if prefix_cache and method != "eagle3":  # whose target keeps no recurrent state
+        options["checkpoint_interval"] = 16
     [expected] = tokens_of(run_requests(engine_of(method, **options), PROMPTS[:1], params))
     for gives_way_after in range(1, 16):
         engine = engine_of(method, **options)
