@@ -7,18 +7,23 @@ from operator import attrgetter
 import pytest
 
 from outrider.engine import Engine
-from outrider.errors import CapacityError, DrainingError, StuckRoundError
-from outrider.output import RequestOutput
+from outrider.errors import CapacityError, DrainingError, EngineFaultError, StuckRoundError
+from outrider.output import OutputBuilder, RequestOutput
 from outrider.params import SamplingParams
 from outrider.runner.rounds import Submission
-from tests.harness import make_engine, random_tokens, run_requests, tokens_of
+from outrider.tokenizer import Tokenizer
+from tests.harness import Received, make_engine, random_tokens, run_requests, tokens_of
 from tests.trained import trained_folder, trained_pair
 
 PROMPTS = [random_tokens(20, 4096, seed) for seed in range(4)]
 
 
+TOKENIZER = Tokenizer.from_pretrained(trained_folder("tiny-qwen3.5"))
+
+
 def engine_for(num_drafts: int = 3, **options: object) -> Engine:
-    return make_engine(trained_folder("tiny-qwen3.5"), num_drafts, dtype="float32", **options)
+    model = trained_folder("tiny-qwen3.5")
+    return make_engine(model, num_drafts, tokenizer=TOKENIZER, dtype="float32", **options)
 
 
 def wish(**options: object) -> SamplingParams:
@@ -26,10 +31,9 @@ def wish(**options: object) -> SamplingParams:
 
 
 def run_out(engine: Engine) -> dict[str, RequestOutput]:
-    outputs: dict[str, RequestOutput] = {}
+    outputs = Received()
     for _ in range(500):
-        for output in engine.step():
-            outputs[output.request_id] = output
+        outputs.take(engine.step())
         if not engine.has_work:
             return outputs
     raise AssertionError("does not come to an end")
@@ -181,10 +185,9 @@ def test_giving_way_after_any_round_changes_no_text(
     for gives_way_after in range(1, 16):
         engine = engine_of(method, **options)
         engine.add_request("0", PROMPTS[0], params)
-        outputs: dict[str, RequestOutput] = {}
+        outputs = Received()
         for step in range(60):
-            for output in engine.step():
-                outputs[output.request_id] = output
+            outputs.take(engine.step())
             if not engine.has_work:
                 break
             if step + 1 == gives_way_after:
@@ -216,12 +219,11 @@ def test_a_step_that_fails_once_changes_no_text(where: str, look_ahead: int, aft
     setattr(engine.runner, where, failing)
     for index, prompt in enumerate(prompts):
         engine.add_request(str(index), prompt, wish(max_tokens=40))
-    outputs: dict[str, RequestOutput] = {}
+    outputs = Received()
     failures = 0
     for _ in range(200):
         try:
-            for output in engine.step():
-                outputs[output.request_id] = output
+            outputs.take(engine.step())
         except RuntimeError:
             failures += 1
         if not engine.has_work:
@@ -246,12 +248,14 @@ def test_a_step_that_fails_once_changes_no_text(where: str, look_ahead: int, aft
         ("cache", "reserve"),
         ("runner", "submit"),
         ("runner", "collect"),
+        ("builder", "_take"),
+        ("builder", "_show"),
     ],
     ids=".".join,
 )
 @pytest.mark.parametrize("late", [False, True])
 def test_an_interrupt_anywhere_in_a_step_changes_no_text_and_leaks_nothing(
-    site: tuple[str, str], late: bool, look_ahead: int
+    site: tuple[str, str], late: bool, look_ahead: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prompts = [random_tokens(43, 4096, 7), *PROMPTS[:2]]
     options = {
@@ -263,7 +267,7 @@ def test_an_interrupt_anywhere_in_a_step_changes_no_text_and_leaks_nothing(
     }
     expected = tokens_of(run_requests(engine_for(**options), prompts, wish(max_tokens=30)))
     engine = engine_for(**options)
-    part = attrgetter(site[0])(engine)
+    part = OutputBuilder if site[0] == "builder" else attrgetter(site[0])(engine)
     original, calls = getattr(part, site[1]), 0
 
     def interrupted(*args: object) -> object:
@@ -276,15 +280,14 @@ def test_an_interrupt_anywhere_in_a_step_changes_no_text_and_leaks_nothing(
             raise KeyboardInterrupt
         return result
 
-    setattr(part, site[1], interrupted)
+    monkeypatch.setattr(part, site[1], interrupted)
     for index, prompt in enumerate(prompts):
         engine.add_request(str(index), prompt, wish(max_tokens=30))
-    outputs: dict[str, RequestOutput] = {}
+    outputs = Received()
     interrupts = 0
     for _ in range(300):
         try:
-            for output in engine.step():
-                outputs[output.request_id] = output
+            outputs.take(engine.step())
         except KeyboardInterrupt:
             interrupts += 1
         if not engine.has_work:
@@ -293,8 +296,10 @@ def test_an_interrupt_anywhere_in_a_step_changes_no_text_and_leaks_nothing(
     for index, text in enumerate(expected):
         output = outputs[str(index)]
         # Tokens that were half taken in end their request, and no other, with an error.
-        assert output.token_ids == text or output.error is not None
-    assert sum(output.error is not None for output in outputs.values()) <= 1
+        assert output.token_ids == text or isinstance(output.error, EngineFaultError)
+        assert output.error is not None or output.text == TOKENIZER.decode(text)
+    num_failed = sum(output.error is not None for output in outputs.values())
+    assert num_failed == 1 if site[0] == "builder" else num_failed <= 1
     engine.cache.check_integrity()
     engine.cache.clear()
     for pool in (engine.cache.blocks, engine.cache.slots, engine.cache.checkpoints):
@@ -318,6 +323,7 @@ def test_a_text_that_cannot_be_handled_fails_alone() -> None:
 
     builder.add = broken  # type: ignore[method-assign, assignment]
     outputs = run_out(engine)
+    assert isinstance(outputs["1"].error, EngineFaultError)
     assert "no such character" in str(outputs["1"].error)
     assert [outputs[i].token_ids for i in ("0", "2")] == [expected[0], expected[2]]
     assert engine.cache.is_idle
