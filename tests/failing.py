@@ -16,6 +16,7 @@ from outrider.params import SamplingParams
 from tests import tiny_tokenizer
 from tests.checkpoints import TinyShape
 from tests.harness import make_engine, random_tokens, run_requests, tokens_of
+from tests.pools import is_idle
 
 SHAPE = TinyShape(
     num_layers=2, interval=2, hidden_size=48, vocab_size=tiny_tokenizer.SHAPE.vocab_size
@@ -81,7 +82,7 @@ def serve(engine: Engine) -> list[RequestOutput]:
 
 def assert_all_is_back(engine: Engine) -> None:
     cache = engine.cache
-    assert not engine.has_work and cache.is_idle and not engine._live and not engine._by_sequence
+    assert not engine.has_work and is_idle(cache) and not engine._live and not engine._by_sequence
     cache.check_integrity()
     assert cache.num_available == cache.blocks.size
     cache.clear()

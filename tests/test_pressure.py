@@ -1,6 +1,6 @@
 """The scheduler and the cache under pressure: random worlds, held against the contract.
 
-A world is a scheduler, a cache, users, and a device that knows the truth; see pressure/world.py for
+A world is a scheduler, a cache, users, and a device that knows the truth; see pressure/world.py and contract.py for
 what it checks. Every fault of pressure/mutations.py must be noticed by the same worlds.
 """
 
@@ -10,7 +10,8 @@ from collections import Counter
 
 import pytest
 
-from tests.pressure.mutations import MUTATIONS, Mutation
+from tests.pressure.mutation import Mutation
+from tests.pressure.mutations import MUTATIONS
 from tests.pressure.world import World
 
 NUM_STEPS = 300

@@ -51,7 +51,9 @@ class Status(Enum):
 
 @dataclass(eq=False)
 class Sequence:
-    """The scheduler's state of one request. Only the scheduler changes it.
+    """The scheduler's state of one request.
+
+    Only the scheduler changes it, and its SpanRules: round, round_holds_to and known_effects.
 
     Attributes:
         sequence_id: unique for the life of the engine, ascending by arrival.
@@ -106,7 +108,7 @@ class Sequence:
     def submitted(self, span: Span) -> None:
         """The span is in flight from now on."""
         self.in_flight.append(span)
-        if not span.token_ids:
+        if not span.is_prefill:
             self.num_committed_at_most += span.num_rows
             return
         self.num_submitted = span.start + span.num_rows
@@ -122,7 +124,7 @@ class Sequence:
         self.output_token_ids += token_ids
         self.num_committed += num_tokens
         self.num_computed_before = self.num_computed
-        if not span.token_ids:
+        if not span.is_prefill:
             self.num_committed_at_most += num_tokens - span.num_rows
             self.num_computed += num_tokens
             return

@@ -16,6 +16,7 @@ from outrider.params import SamplingParams
 from outrider.request import Status
 from tests.checkpoints import TinyShape
 from tests.harness import ScriptedDrafter, make_engine, random_tokens, run_requests, tokens_of
+from tests.pools import is_idle
 
 SHAPE = TinyShape(num_layers=2, interval=2, hidden_size=48, vocab_size=100)
 SHARED = random_tokens(50, 100, 1)
@@ -114,7 +115,7 @@ def test_text_is_that_of_plain_decoding(
     if gives_way and look_ahead == 0:
         assert engine.scheduler.num_preemptions > len(PROMPTS)
     assert evicted.call_count >= 3 * caches  # one state is kept, and gives way to the next
-    assert engine.cache.is_idle
+    assert is_idle(engine.cache)
     engine.cache.clear()
     for pool in (engine.cache.blocks, engine.cache.slots, engine.cache.checkpoints):
         assert pool.num_free == pool.size

@@ -13,6 +13,7 @@ from outrider.params import SamplingParams
 from outrider.runner.rounds import Submission
 from outrider.tokenizer import Tokenizer
 from tests.harness import Received, make_engine, random_tokens, run_requests, tokens_of
+from tests.pools import is_idle
 from tests.trained import trained_folder, trained_pair
 
 PROMPTS = [random_tokens(20, 4096, seed) for seed in range(4)]
@@ -75,7 +76,7 @@ def test_draining_finishes_what_runs_and_refuses_what_is_new() -> None:
     outputs = engine.drain()
     assert sorted(output.request_id for output in outputs) == ["0", "1", "2"]
     assert all(len(output.token_ids) == 12 for output in outputs)
-    assert engine.cache.is_idle and not engine.has_work
+    assert is_idle(engine.cache) and not engine.has_work
     with pytest.raises(DrainingError, match="draining"):
         engine.add_request("late", PROMPTS[3], wish())
     engine.resume()
@@ -99,7 +100,7 @@ def test_who_can_never_be_admitted_fails_with_numbers_and_the_others_go_on() -> 
     assert isinstance(error, CapacityError)
     assert "20 tokens, 2 blocks" in str(error) and "200 of 200 blocks" in str(error)
     assert outputs["fine"].token_ids == expected[0] and outputs["fine"].error is None
-    assert engine.cache.is_idle
+    assert is_idle(engine.cache)
 
 
 def test_a_round_that_never_returns_fails_everybody_with_a_report() -> None:
@@ -119,7 +120,7 @@ def test_a_round_that_never_returns_fails_everybody_with_a_report() -> None:
     for output in outputs.values():
         assert isinstance(output.error, StuckRoundError) and output.finished
         assert "1: decoding, slot" in str(output.error)
-    assert engine.cache.is_idle and not engine.has_work
+    assert is_idle(engine.cache) and not engine.has_work
     engine.cache.check_integrity()
     engine.runner.collect = collect  # type: ignore[method-assign]
     engine.add_request("after", PROMPTS[0], wish())
@@ -145,7 +146,7 @@ def test_a_refused_plan_leaves_no_trace_in_the_pools() -> None:
         engine.scheduler.plan = plan  # type: ignore[method-assign]
         if not engine.has_work:
             break
-    assert refused > 0 and engine.cache.is_idle
+    assert refused > 0 and is_idle(engine.cache)
 
 
 def test_a_long_prompt_does_not_hold_up_the_rounds_of_others() -> None:
@@ -195,7 +196,7 @@ def test_giving_way_after_any_round_changes_no_text(
         assert outputs["0"].token_ids == expected, gives_way_after
         if engine.scheduler.num_preemptions == 0:
             break
-    assert gives_way_after > 3 and engine.cache.is_idle
+    assert gives_way_after > 3 and is_idle(engine.cache)
 
 
 @pytest.mark.parametrize("where", ["submit", "collect"])
@@ -230,7 +231,7 @@ def test_a_step_that_fails_once_changes_no_text(where: str, look_ahead: int, aft
             break
     assert failures == 1
     assert [outputs[str(index)].token_ids for index in range(3)] == expected
-    assert engine.cache.is_idle
+    assert is_idle(engine.cache)
     engine.cache.check_integrity()
 
 
@@ -326,7 +327,7 @@ def test_a_text_that_cannot_be_handled_fails_alone() -> None:
     assert isinstance(outputs["1"].error, EngineFaultError)
     assert "no such character" in str(outputs["1"].error)
     assert [outputs[i].token_ids for i in ("0", "2")] == [expected[0], expected[2]]
-    assert engine.cache.is_idle
+    assert is_idle(engine.cache)
 
 
 def test_a_shared_beginning_is_found_by_the_third_who_has_it() -> None:

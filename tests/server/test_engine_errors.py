@@ -1,4 +1,4 @@
-"""Whose fault an error of the engine is: clients get 400 for their own, and 5xx for the server's."""
+"""Whose fault an error of the engine is: clients get 400 for theirs, 5xx for the server's."""
 
 from __future__ import annotations
 
