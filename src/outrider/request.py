@@ -106,9 +106,13 @@ class Sequence:
         self.lost()
 
     def submitted(self, span: Span) -> None:
-        """The span is in flight from now on."""
+        """The span is in flight from now on.
+
+        Here and in `returned`, token_ids stand for is_prefill: every sequence asks in every step,
+        and calls of a property are a sixth of the scheduler's time.
+        """
         self.in_flight.append(span)
-        if not span.is_prefill:
+        if not span.token_ids:
             self.num_committed_at_most += span.num_rows
             return
         self.num_submitted = span.start + span.num_rows
@@ -124,7 +128,7 @@ class Sequence:
         self.output_token_ids += token_ids
         self.num_committed += num_tokens
         self.num_computed_before = self.num_computed
-        if not span.is_prefill:
+        if not span.token_ids:
             self.num_committed_at_most += num_tokens - span.num_rows
             self.num_computed += num_tokens
             return

@@ -118,13 +118,15 @@ def test_a_step_that_has_only_reports_to_do_and_never_succeeds_is_told_to_the_ca
 ) -> None:
     outputs = Received()
     engine.add_request("last", PROMPTS[0], SamplingParams(max_tokens=1, temperature=0))
-    place = Place("cache", "check_integrity")  # asked after every step, with debug_checks
-    with (
-        failing(engine, place, lambda *_: not engine.scheduler.has_work),
-        pytest.raises(MemoryError),
-    ):
-        for _ in range(20):
-            outputs.take(engine.step())
+    place = Place("cache", "check_integrity")  # asked in every step, with debug_checks
+    with failing(engine, place, lambda *_: not engine.scheduler.has_work) as calls:
+        while engine.scheduler.has_work:  # the last step of these is the first to fail
+            assert engine.step() == []
+        num_before = calls[0]
+        assert engine.step() == []  # a second failure in a row is no reason to give up either
+        with pytest.raises(MemoryError):
+            engine.step()
+    assert calls[0] == num_before + 2
     while engine.has_work:
         outputs.take(engine.step())
     assert outputs["last"].token_ids == expected[0][:1]
