@@ -132,11 +132,6 @@ class AsyncLLM:
         """What the engine said of itself when it had loaded the model; None before."""
         return self._facts
 
-    @property
-    def num_open(self) -> int:
-        """Requests that have not ended."""
-        return len(self._streams)
-
     async def ready(self) -> Ready:
         """Wait until the model is loaded; returns what the engine says of itself.
 
