@@ -58,6 +58,26 @@ def test_one_prompt_prints_its_text_on_stdout_and_statistics_on_stderr(
     assert "tokens             12 (" in printed.err
 
 
+@pytest.mark.parametrize(
+    ("flag", "value"),
+    [
+        ("kv-cache-memory-gib", "1e300"),
+        ("num-threads", "1" + "0" * 20),
+        ("num-state-checkpoints", "9" * 25),
+        ("max-num-seqs", "9" * 25),
+        ("num-kv-blocks", "9" * 25),
+    ],
+)
+def test_a_number_that_nothing_can_hold_is_one_line_of_error(
+    flag: str, value: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["generate", "m", "--prompt", "a", f"--{flag}", value]) == 2
+    printed = capsys.readouterr()
+    line, *others = printed.err.splitlines()
+    assert not others and printed.out == ""
+    assert line.startswith(f"outrider: error: {flag.replace('-', '_')}: got ")
+
+
 def test_json_is_one_object_for_each_output(model: str, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["generate", model, "--prompt", "a", "--prompt", "def b", "--json", *GREEDY, *MTP]
     assert main(words) == 0

@@ -8,6 +8,9 @@ from dataclasses import dataclass, field
 from outrider.checks import as_tuple, check_int, check_real, check_text
 from outrider.errors import ConfigError
 
+_MOST_SECONDS = 1e7
+"""Four months; the clocks of event loops and locks overflow at larger ones."""
+
 
 @dataclass(frozen=True)
 class ServerOptions:
@@ -53,5 +56,6 @@ class ServerOptions:
             value: float | None = getattr(self, name)
             if value is not None:
                 check_real(ConfigError, name, value)
-                if value < 0.1:
-                    raise ConfigError(name, got=value, allowed="0.1 seconds or more")
+                if not 0.1 <= value <= _MOST_SECONDS:
+                    allowed = f"from 0.1 to {_MOST_SECONDS:.0f} seconds"
+                    raise ConfigError(name, got=value, allowed=allowed)
