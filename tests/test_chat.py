@@ -269,6 +269,12 @@ def test_events_are_read_and_comments_and_names_are_not() -> None:
         assert list(ApiClient(url).stream("/x", {})) == [{"a": 1}, {"a": 2}]
 
 
+@pytest.mark.parametrize("host", ["a\0b", "a b", "a\x7fb"], ids=ascii)
+def test_a_url_whose_host_no_request_can_name_is_refused(host: str) -> None:
+    with pytest.raises(ConfigError, match=r"url: got .a.*b.; allowed: a host without spaces"):
+        ApiClient(f"http://{host}/v1")
+
+
 def test_the_key_is_sent_as_a_bearer_token_and_a_server_that_is_not_there_is_named() -> None:
     def tell(handler: BaseHTTPRequestHandler) -> None:
         path = json.dumps({"path": handler.path, "key": handler.headers["Authorization"]})
