@@ -31,6 +31,7 @@ LEAVES = [
     "request",
     "batch",
     "metrics",
+    "one_caller",
     "output",
     "tokenizer",
     "trace",

@@ -6,6 +6,7 @@ import logging
 from collections import deque
 from collections.abc import Sequence as SequenceABC
 from dataclasses import dataclass
+from threading import Lock
 
 from outrider.batch import Batch, FinishReason
 from outrider.checks import check_text
@@ -29,6 +30,7 @@ from outrider.errors import (
 from outrider.models.build import Checkpoint, load_target
 from outrider.models.config import ModelConfig
 from outrider.models.files import resolve_checkpoint
+from outrider.one_caller import one_caller
 from outrider.ops.dispatch import overrides
 from outrider.output import OutputBuilder, RequestOutput
 from outrider.params import SamplingParams
@@ -74,7 +76,7 @@ class _Live:
 
 
 class Engine:
-    """Runs requests together. Not thread-safe: one thread calls it."""
+    """Runs requests together. One thread calls it: what comes in between is refused."""
 
     def __init__(self, config: EngineConfig, tokenizer: Tokenizer | None = None) -> None:
         """Load the model and allocate its caches.
@@ -85,6 +87,7 @@ class Engine:
             CapacityError: the memory budget holds less than one sequence.
         """
         self.config = config
+        self.call_lock = Lock()
         checkpoint = Checkpoint.open(resolve_checkpoint(config.model, config.revision), config)
         self.model_config: ModelConfig = checkpoint.config
         target = load_target(checkpoint)
@@ -138,6 +141,7 @@ class Engine:
     def has_work(self) -> bool:
         return self.scheduler.has_work or bool(self._in_flight or self._unreported)
 
+    @one_caller
     def step(self) -> list[RequestOutput]:
         """Run one step; returns the requests that gained tokens or ended.
 
@@ -145,6 +149,9 @@ class Engine:
         the device always has something to do while the host works. A step that fails or is
         interrupted loses nothing but time: what it left unfinished is computed again. One that
         runs out of memory is tried again with fewer requests, down to a single one, which fails.
+
+        Raises:
+            ConcurrentCallError: another call is inside, as with `add_request` and `abort`.
         """
         try:
             return self._step()
@@ -302,6 +309,7 @@ class Engine:
         self._admission.requests("", prompt_token_ids, params, 0)
         self._matchers(params, 1)
 
+    @one_caller
     def add_request(
         self, request_id: str, prompt_token_ids: SequenceABC[int], params: SamplingParams
     ) -> None:
@@ -336,6 +344,7 @@ class Engine:
             self._forget(live)
             raise
 
+    @one_caller
     def abort(self, request_id: str) -> RequestOutput | None:
         """End a request now; None where no such request is running."""
         live = self._live.get(request_id)

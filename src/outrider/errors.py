@@ -82,6 +82,10 @@ class DrainingError(OutriderError, RuntimeError):
     """An engine that finishes what it has and takes nothing new."""
 
 
+class ConcurrentCallError(OutriderError, RuntimeError):
+    """An engine was called while another call was inside it; nothing of the call was done."""
+
+
 class StuckRoundError(OutriderError, RuntimeError):
     """A round whose results did not come; the message has the state of its sequences."""
 
