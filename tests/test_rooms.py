@@ -40,6 +40,7 @@ LEAVES = [
     "checks",
     "errors",
     "spec.names",
+    "words",
 ]
 PART_OF = {
     "admission": "engine",

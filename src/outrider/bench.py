@@ -36,6 +36,7 @@ from outrider.config import MAX_COUNT, EngineConfig, SpeculativeConfig
 from outrider.errors import ConfigError
 from outrider.models.presets import is_preset
 from outrider.params import SamplingParams
+from outrider.words import counted
 
 SAMPLING_FIELDS = (
     "top_k",
@@ -286,7 +287,8 @@ def _heading(bench: Bench, first: float) -> list[str]:
         f"model        {config.model}, {size / 1e6:.1f} M parameters, {dtype}{random_weights}",
         f"drafts       {drafts}",
         f"runs on      {device_name(bench.device)}, torch {used['torch']}, triton {used['triton']}",
-        f"engine       {config.max_num_seqs} sequences of {engine.max_model_len} tokens, "
-        f"{config.max_prefill_tokens} prompt tokens a step",
+        f"engine       {counted(config.max_num_seqs, 'sequence')} of "
+        f"{counted(engine.max_model_len, 'token')}, "
+        f"{counted(config.max_prefill_tokens, 'prompt token')} a step",
         f"start-up     {bench.load_seconds:.1f} s to load{since}",
     ]

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from outrider.batch import FinishReason
 from outrider.render import table
 from outrider.trace_file import RecordedOutput, RecordedRound, RecordedRun
+from outrider.words import counted
 
 Z_95 = 1.959963984540054
 """Quantile of the normal distribution that leaves 2.5 % on either side."""
@@ -102,7 +103,10 @@ def summary_lines(run: RecordedRun) -> list[str]:
     """The report for a terminal."""
     rounds = all_rounds(run)
     num_tokens = sum(len(one.tokens) for one in rounds)
-    lines = [f"{run.model}: {num_tokens} tokens in {len(rounds)} passes", ""]
+    lines = [
+        f"{run.model}: {counted(num_tokens, 'token')} in {counted(len(rounds), 'pass', 'passes')}",
+        "",
+    ]
     length = acceptance_length(rounds)
     if length is not None:
         rows = [("position", "rounds", "accepted", "share", "95 % (Wilson)")]
