@@ -205,7 +205,7 @@ def test_statistics_give_rates_by_position_and_speed() -> None:
         "target passes      5",
         "tokens             11 (2.20 a pass)",
         "acceptance length  2.50 over 4 rounds",
-        "accepted at        1: 75%, 2: 50%, 3: 25%",
+        "accepted at        1: 75%, 2: 50%, 3: 25% of these rounds",
         "time               2.00 s, 5.5 tokens/s",
     ]
     assert render.acceptance_line(STATS) == (

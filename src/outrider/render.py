@@ -166,7 +166,7 @@ def statistics_lines(stats: SpeculationStats, seconds: float) -> list[str]:
         lines += [
             f"acceptance length  {stats.acceptance_length:.2f} over "
             f"{counted(stats.num_rounds, 'round')}",
-            f"accepted at        {_rates(stats)}",
+            f"accepted at        {_rates(stats)} of these rounds",
         ]
     speed = stats.num_tokens / seconds if seconds > 0 else 0.0
     lines.append(f"time               {seconds:.2f} s, {speed:.1f} tokens/s")

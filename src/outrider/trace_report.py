@@ -109,7 +109,7 @@ def summary_lines(run: RecordedRun) -> list[str]:
     ]
     length = acceptance_length(rounds)
     if length is not None:
-        rows = [("position", "rounds", "accepted", "share", "95 % (Wilson)")]
+        rows = [("position", "drafted", "accepted", "of drafted", "95 % (Wilson)")]
         rows += [
             (
                 str(entry.position),
