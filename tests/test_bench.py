@@ -366,7 +366,7 @@ def test_what_is_left_open_is_made_to_fit_the_work() -> None:
     [
         (("--batch-size", "2", "0"), "batch size: got 0"),
         (("--batch-size", "x"), "invalid int value: 'x'"),
-        (("--output-len", "7"), "output_len: got 7; allowed: an integer, 8 or more"),
+        (("--output-len", "7"), "output_len: got 7; allowed: an integer from 8 to 2147483647"),
         (("--input-len", "0"), "input_len: got 0"),
         (("--num-iters", "0"), "num_iters: got 0"),
         (("--batch-size", "8", "--max-num-seqs", "4"), "smaller than a batch size: got 4"),

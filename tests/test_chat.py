@@ -9,7 +9,7 @@ import pytest
 
 from outrider import LLM, SamplingParams, render
 from outrider.chat import Screen, Session, turn_line
-from outrider.chat_sources import Message, Span, Turn
+from outrider.chat_sources import LocalModel, Message, Span, Turn
 from outrider.cli import main
 from outrider.errors import RequestError, ServerError
 from outrider.trace import SpeculationStats
@@ -129,6 +129,9 @@ class Script:
             self.num_closed += 1
         return Turn(SpeculationStats(num_tokens=4), 2.0)
 
+    def so_far(self) -> Turn:
+        return Turn(SpeculationStats(num_passes=2, num_tokens=3), 1.0)
+
 
 def session(script: Script, color: bool = False) -> tuple[Session, io.StringIO, io.StringIO]:
     out, notes = io.StringIO(), io.StringIO()
@@ -168,13 +171,26 @@ def test_nobody_steers_a_terminal_that_shows_no_colours() -> None:
 
 def test_an_answer_that_is_stopped_is_kept_as_far_as_it_got_and_its_request_is_ended() -> None:
     script = Script([Span("par"), KeyboardInterrupt()], [KeyboardInterrupt()], [Span("ok")])
-    talk, out, _ = session(script)
+    talk, out, notes = session(script)
     for _ in range(2):
         with pytest.raises(KeyboardInterrupt):
             talk.handle("go on")
     assert script.num_closed == 2 and out.getvalue() == "par\n"
     talk.handle("and now")
     assert [m["content"] for m in script.asked[2]] == ["go on", "par", "and now"]
+    talk.handle("/stats")
+    assert "tokens             10 (2.50 a pass)" in notes.getvalue()  # 3 + 3 + 4 in 2 + 2 passes
+    assert "time               4.00 s, 2.5 tokens/s" in notes.getvalue()
+
+
+def test_a_model_says_what_an_answer_took_that_was_stopped(llm: LLM) -> None:
+    source = LocalModel(llm, "m", {"max_tokens": 64, "ignore_eos": True}, {}, False)
+    answer = source.answer([{"role": "user", "content": "Why?"}])
+    next(answer)
+    answer.close()
+    turn = source.so_far()
+    assert 1 <= turn.stats.num_tokens < 64 and turn.stats.num_passes == turn.stats.num_tokens
+    assert turn.seconds > 0 and not llm.engine.has_work
 
 
 def test_a_message_that_failed_is_no_part_of_the_conversation() -> None:

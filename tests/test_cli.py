@@ -58,6 +58,50 @@ def test_one_prompt_prints_its_text_on_stdout_and_statistics_on_stderr(
     assert "tokens             12 (" in printed.err
 
 
+@pytest.mark.parametrize(
+    ("flag", "value"),
+    [
+        ("kv-cache-memory-gib", "1e300"),
+        ("num-threads", "1" + "0" * 20),
+        ("num-state-checkpoints", "9" * 25),
+        ("max-num-seqs", "9" * 25),
+        ("num-kv-blocks", "9" * 25),
+    ],
+)
+def test_a_number_that_nothing_can_hold_is_one_line_of_error(
+    flag: str, value: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["generate", "m", "--prompt", "a", f"--{flag}", value]) == 2
+    printed = capsys.readouterr()
+    line, *others = printed.err.splitlines()
+    assert not others and printed.out == ""
+    assert line.startswith(f"outrider: error: {flag.replace('-', '_')}: got ")
+
+
+@pytest.mark.parametrize("name", ["a\0b", "a\ud800b"], ids=ascii)
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["trace", "NAME"],
+        ["trace", "X", "--html", "NAME"],
+        ["generate", "M", "--prompt", "a", "--trace-file", "NAME"],
+        ["generate", "M", "--prompt-file", "NAME"],
+        ["draft-vocab", "M", "NAME", "--out", "X"],
+        ["draft-vocab", "M", "X", "--out", "NAME"],
+        ["bench", "latency", "M", "--json", "NAME"],
+    ],
+    ids=" ".join,
+)
+@pytest.mark.usefixtures("no_model")
+def test_a_name_that_no_file_can_have_is_one_line_of_error(
+    words: list[str], name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([name if word == "NAME" else word for word in words]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == "" and _is_one_line(printed.err)
+    assert printed.err.startswith(f"outrider: error: no file can have this name: got {name!r}")
+
+
 def test_json_is_one_object_for_each_output(model: str, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["generate", model, "--prompt", "a", "--prompt", "def b", "--json", *GREEDY, *MTP]
     assert main(words) == 0

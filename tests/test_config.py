@@ -92,6 +92,7 @@ GOOD_ENGINE: list[dict[str, Any]] = [
     {"block_size": 48},
     {"prefill_grid": 7, "max_prefill_tokens": 7},
     {"kv_cache_memory_gib": 2},
+    {"kv_cache_memory_gib": 2**20, "num_threads": 1024, "max_num_seqs": 2**20},
     {"dtype": "bfloat16", "device": "cuda", "load_format": "dummy"},
     {"max_model_len": 1, "num_kv_blocks": 1, "max_num_seqs": 1},
     {"revision": "main", "debug_checks": True},
@@ -156,6 +157,14 @@ BAD_ENGINE: list[tuple[str, Any]] = [
     ("speculative_config", {"method": "mtp"}),
     ("speculative_config", "mtp"),
     ("debug_checks", 1),
+    ("kv_cache_memory_gib", 1e300),
+    ("num_threads", 1025),
+    ("max_num_seqs", 2**20 + 1),
+    ("num_state_checkpoints", 2**20 + 1),
+    ("max_model_len", 2**31),
+    ("num_kv_blocks", 2**31),
+    ("checkpoint_interval", 2**31),
+    ("max_prefill_tokens", 2**31),
 ]
 
 

@@ -119,7 +119,7 @@ def test_the_bundled_model_is_the_default(
     monkeypatch.setattr(demo, "BUNDLED_MODELS", {"mtp": (str(model), None)})
     monkeypatch.setattr(demo, "load_prompts", lambda: [Prompt("short", "def f")])
     assert main(["demo", "--tokens", "4"]) == 0
-    assert capsys.readouterr().out.startswith(f"{model}: 1 prompts, up to 4 tokens each\n")
+    assert capsys.readouterr().out.startswith(f"{model}: 1 prompt, up to 4 tokens each\n")
 
 
 def test_the_trained_model_saves_target_passes(

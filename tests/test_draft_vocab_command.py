@@ -112,7 +112,8 @@ def test_the_command_writes_a_table_and_says_how_good_it_is(
     assert printed.err == ""
     assert printed.out.splitlines() == [
         f"{out}: 4 of the 272 ids of {model}",
-        "they are 87.50% of 8 tokens, which have 3 distinct ids; 0 ids are padding",
+        "they are 87.50% of 8 tokens, which have 3 distinct ids",
+        "the table has 2 of these, 2 special ids that the text does not hold, and 0 ids of padding",
         f"draft with them: --speculative-algorithm mtp --speculative-draft-vocab {out}",
     ]
 

@@ -214,3 +214,9 @@ def test_the_key_is_sent_as_a_bearer_token_and_a_server_that_is_not_there_is_nam
         ApiClient(url).get("/models")
     with pytest.raises(ConfigError, match="url"):
         ApiClient("127.0.0.1:8000/v1")
+
+
+@pytest.mark.parametrize("host", ["a\0b", "a b", "a\x7fb"], ids=ascii)
+def test_a_url_whose_host_no_request_can_name_is_refused(host: str) -> None:
+    with pytest.raises(ConfigError, match=r"url: got .a.*b.; allowed: a host without spaces"):
+        ApiClient(f"http://{host}/v1")

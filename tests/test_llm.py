@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import pytest
 
-from outrider import LLM, RequestError, SamplingParams, SpeculativeConfig
+from outrider import LLM, ConcurrentCallError, RequestError, SamplingParams, SpeculativeConfig
 from outrider.batch import FinishReason, Span, SpanResult
 from tests.pools import is_idle
 
@@ -135,3 +137,83 @@ def test_synthetic_acceptance_says_so_and_keeps_to_its_length(
     mean = 1 + sum(trace.num_accepted for trace in rounds) / len(rounds)
     # About 470 rounds whose lengths spread by 1.2: four standard errors are 0.22.
     assert len(rounds) > 350 and abs(mean - 2.5) < 0.22
+
+
+def test_a_call_that_meets_another_inside_the_engine_is_refused_and_changes_nothing(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    alone = llm.generate("import os", GREEDY).token_ids
+    engine, submit = llm.engine, llm.engine.runner.submit
+    inside, go_on = Event(), Event()
+    refused: list[str] = []
+
+    def held(*arguments: Any) -> Any:
+        inside.set()
+        assert go_on.wait(60)
+        if not refused:  # the same thread, as a finalizer would
+            with pytest.raises(ConcurrentCallError) as caught:
+                engine.abort("none")
+            refused.append(caught.value.what)
+        return submit(*arguments)
+
+    monkeypatch.setattr(engine.runner, "submit", held)
+    with ThreadPoolExecutor(1) as other:
+        result = other.submit(llm.generate, "import os", GREEDY)
+        assert inside.wait(60)
+        try:
+            for call in (
+                engine.step,
+                lambda: engine.add_request("mine", [1], GREEDY),
+                lambda: engine.abort("mine"),
+                lambda: llm.generate("def f", GREEDY),
+                lambda: llm.generate(["def f", "a"], GREEDY),
+            ):
+                with pytest.raises(ConcurrentCallError, match="allowed: one thread calls"):
+                    call()
+        finally:
+            go_on.set()
+        assert result.result(60).token_ids == alone
+    assert refused == ["abort was called while another call was inside the engine"]
+    assert_idle(llm)
+
+
+def test_a_stream_that_is_dropped_while_another_thread_steps_is_ended_by_the_next_step(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stream = llm.stream("The weather", GREEDY)
+    next(stream)
+    submit, inside, go_on = llm.engine.runner.submit, Event(), Event()
+
+    def held(*arguments: Any) -> Any:
+        inside.set()
+        assert go_on.wait(60)
+        return submit(*arguments)
+
+    monkeypatch.setattr(llm.engine.runner, "submit", held)
+    with ThreadPoolExecutor(1) as other:
+        result = other.submit(llm.generate, "import os", GREEDY)
+        assert inside.wait(60)
+        try:
+            stream.close()
+        finally:
+            go_on.set()
+        assert len(result.result(60).token_ids) == 10
+    assert_idle(llm)
+
+
+def test_four_threads_that_call_at_once_leave_the_engine_whole(llm: LLM) -> None:
+    alone = llm.generate("import os", GREEDY).token_ids
+
+    def call(_: int) -> tuple[int, ...] | None:
+        try:
+            return llm.generate("import os", GREEDY).token_ids
+        except (ConcurrentCallError, RequestError):
+            return None
+
+    with ThreadPoolExecutor(4) as threads:
+        for token_ids in threads.map(call, range(40)):
+            assert token_ids in (None, alone)
+    assert llm.generate("import os", GREEDY).token_ids == alone
+    while llm.engine.has_work:  # what was refused while it ran
+        llm.engine.step()
+    assert_idle(llm)

@@ -230,7 +230,7 @@ def test_statistics_give_rates_by_position_and_speed() -> None:
         "target passes      5",
         "tokens             11 (2.20 a pass)",
         "acceptance length  2.50 over 4 rounds",
-        "accepted at        1: 75%, 2: 50%, 3: 25%",
+        "accepted at        1: 75%, 2: 50%, 3: 25% of these rounds",
         "time               2.00 s, 5.5 tokens/s",
     ]
     assert render.acceptance_line(STATS) == (
@@ -284,3 +284,11 @@ def test_a_progress_bar_that_was_never_drawn_leaves_nothing_to_wipe() -> None:
     stream = Tty()
     ProgressBar(stream).close()
     assert stream.getvalue() == ""
+
+
+def test_one_of_a_thing_is_not_called_by_its_plural() -> None:
+    one = SpeculationStats(1, 1, 1, 0, (0,), 1)
+    assert render.acceptance_line(one).startswith(
+        "1 token in 1 target pass, acceptance length 1.00"
+    )
+    assert render.statistics_lines(one, 1.0)[2] == "acceptance length  1.00 over 1 round"

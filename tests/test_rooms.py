@@ -32,6 +32,7 @@ LEAVES = [
     "request",
     "batch",
     "metrics",
+    "one_caller",
     "output",
     "tokenizer",
     "trace",
@@ -40,6 +41,7 @@ LEAVES = [
     "checks",
     "errors",
     "spec.names",
+    "words",
 ]
 PART_OF = {
     "admission": "engine",

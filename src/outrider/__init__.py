@@ -8,6 +8,7 @@ from outrider.config import EngineConfig, SpeculativeConfig
 from outrider.errors import (
     CapacityError,
     CheckpointError,
+    ConcurrentCallError,
     ConfigError,
     OutriderError,
     RequestError,
@@ -24,6 +25,7 @@ __all__ = [
     "CapacityError",
     "CheckpointError",
     "Completion",
+    "ConcurrentCallError",
     "ConfigError",
     "EngineConfig",
     "FinishReason",

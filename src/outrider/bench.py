@@ -32,10 +32,11 @@ from outrider.cli_flags import (
     engine_options,
     sampling_options,
 )
-from outrider.config import EngineConfig, SpeculativeConfig
+from outrider.config import MAX_COUNT, EngineConfig, SpeculativeConfig
 from outrider.errors import ConfigError
 from outrider.models.presets import is_preset
 from outrider.params import SamplingParams
+from outrider.words import counted
 
 SAMPLING_FIELDS = (
     "top_k",
@@ -106,7 +107,7 @@ def run_latency(args: argparse.Namespace) -> int:
     """`outrider bench latency`."""
     _check_work(args)
     for size in args.batch_sizes:
-        check_int(ConfigError, "batch size", size, 1)
+        check_int(ConfigError, "batch size", size, 1, MAX_COUNT)
     largest = max(args.batch_sizes)
     config = engine_config(args, largest, max_num_seqs=largest)
     if config.max_num_seqs < largest:
@@ -158,7 +159,7 @@ def _shown(value: float | None, digits: int, factor: float = 1.0, unit: str = ""
 def run_throughput(args: argparse.Namespace) -> int:
     """`outrider bench throughput`."""
     _check_work(args)
-    check_int(ConfigError, "num_requests", args.num_requests, 1)
+    check_int(ConfigError, "num_requests", args.num_requests, 1, MAX_COUNT)
     config = engine_config(args, args.num_requests)
     bench, file = _start(args, config)
     bench.run(min(config.max_num_seqs, args.num_requests), args.input_len, args.output_len)
@@ -193,9 +194,9 @@ def run_throughput(args: argparse.Namespace) -> int:
 
 
 def _check_work(args: argparse.Namespace) -> None:
-    check_int(ConfigError, "input_len", args.input_len, 1)
-    check_int(ConfigError, "output_len", args.output_len, _SHORTEST_OUTPUT)
-    check_int(ConfigError, "num_iters", args.num_iters, 1)
+    check_int(ConfigError, "input_len", args.input_len, 1, MAX_COUNT)
+    check_int(ConfigError, "output_len", args.output_len, _SHORTEST_OUTPUT, MAX_COUNT)
+    check_int(ConfigError, "num_iters", args.num_iters, 1, MAX_COUNT)
 
 
 def engine_config(
@@ -286,7 +287,8 @@ def _heading(bench: Bench, first: float) -> list[str]:
         f"model        {config.model}, {size / 1e6:.1f} M parameters, {dtype}{random_weights}",
         f"drafts       {drafts}",
         f"runs on      {device_name(bench.device)}, torch {used['torch']}, triton {used['triton']}",
-        f"engine       {config.max_num_seqs} sequences of {engine.max_model_len} tokens, "
-        f"{config.max_prefill_tokens} prompt tokens a step",
+        f"engine       {counted(config.max_num_seqs, 'sequence')} of "
+        f"{counted(engine.max_model_len, 'token')}, "
+        f"{counted(config.max_prefill_tokens, 'prompt token')} a step",
         f"start-up     {bench.load_seconds:.1f} s to load{since}",
     ]

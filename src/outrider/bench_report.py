@@ -26,6 +26,7 @@ from outrider.layers.rows import DeltaCacheSpec, LayerCacheSpec
 from outrider.models.base import CausalLM
 from outrider.runner.storage import kv_bytes_per_token
 from outrider.spec.base import Drafter
+from outrider.words import counted
 
 READ_BANDWIDTHS: Mapping[str, float] = {"H200": 4.2e12}
 """Bytes a second that a plain copy kernel was measured to read, by a part of the GPU's name."""
@@ -48,7 +49,7 @@ def device_name(device: torch.device) -> str:
     """The GPU's name, or the processor's architecture."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    return f"cpu ({platform.machine()}, {torch.get_num_threads()} threads)"
+    return f"cpu ({platform.machine()}, {counted(torch.get_num_threads(), 'thread')})"
 
 
 def read_bandwidth(device: torch.device) -> float | None:

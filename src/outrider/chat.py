@@ -224,13 +224,17 @@ class Session:
             answer.close()  # here and now, not when the memory is collected
             if printer.content:
                 self._keep(asked, printer.content)
+            self._count(self.source.so_far())
             raise
         finally:
             printer.close()
         self._keep(asked, printer.content)
+        self._count(turn)
+        self.screen.note(turn_line(turn))
+
+    def _count(self, turn: Turn) -> None:
         self._stats += turn.stats
         self._seconds += turn.seconds
-        self.screen.note(turn_line(turn))
 
     def _keep(self, asked: Message, answer: str) -> None:
         self.messages += [asked, {"role": "assistant", "content": answer}]

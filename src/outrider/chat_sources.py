@@ -17,6 +17,7 @@ from outrider.api_fields import ApiFields
 from outrider.errors import ConfigError, ServerError
 from outrider.http_client import ApiClient
 from outrider.llm import LLM
+from outrider.output import RequestOutput
 from outrider.server.parsing import THINK_OPEN, ChatParser, Piece, Reasoning, ToolCall
 from outrider.trace import Origin, SpeculationStats, TokenOrigin
 
@@ -72,6 +73,10 @@ class Source(Protocol):
         """
         ...
 
+    def so_far(self) -> Turn:
+        """What the last answer took, for one that was stopped."""
+        ...
+
 
 class LocalModel:
     """A model in this process.
@@ -96,10 +101,18 @@ class LocalModel:
         self._sampling = dict(sampling)
         self._template = dict(template)
         self._color = color
+        self._started = 0.0
+        self._output: RequestOutput | None = None
+
+    def so_far(self) -> Turn:
+        """See Source."""
+        stats = SpeculationStats() if self._output is None else self._output.speculation
+        return Turn(stats, time.perf_counter() - self._started)
 
     def answer(self, messages: Sequence[Message]) -> Generator[Span, None, Turn]:
         """See Source."""
-        started = time.perf_counter()
+        started = self._started = time.perf_counter()
+        self._output = None
         tokenizer = self._llm.tokenizer
         prompt = tokenizer.apply_chat_template(messages, **self._template)
         token_ids = tokenizer.encode(prompt, add_special_tokens=False)
@@ -111,6 +124,7 @@ class LocalModel:
         output, code = None, ""
         with closing(self._llm.stream(token_ids, params)) as stream:
             for output in stream:
+                self._output = output
                 for text, code in painter.spans(output.completions[0]):
                     if code != render.REJECTED:
                         yield from _spans(parser.push(text), code)
@@ -155,10 +169,15 @@ class ServerModel:
         self._fields = dict(fields)
         if color and models[self.name].text("owned_by") == "outrider":
             self._fields["outrider_trace"] = True
+        self._started = 0.0
+
+    def so_far(self) -> Turn:
+        """See Source. A server counts tokens at the end only: none are known here."""
+        return Turn(SpeculationStats(), time.perf_counter() - self._started)
 
     def answer(self, messages: Sequence[Message]) -> Generator[Span, None, Turn]:
         """See Source."""
-        started = time.perf_counter()
+        started = self._started = time.perf_counter()
         body = {
             "model": self.name,
             "messages": list(messages),

@@ -24,6 +24,18 @@ def check_text(error: type[OutriderError], name: str, value: object) -> None:
         raise error(name, got=value, allowed="a string that is not empty")
 
 
+def check_host(error: type[OutriderError], name: str, value: object) -> None:
+    """An address, or a name that the resolver can be asked for (RFC 5890's length of a label)."""
+    check_text(error, name, value)
+    host = cast(str, value)
+    try:
+        host.encode("idna")
+    except UnicodeError as fault:
+        raise error(f"{name} is no name of a host ({fault})", got=host) from fault
+    if not host.isprintable():
+        raise error(name, got=host, allowed="printable characters")
+
+
 def check_choice(
     error: type[OutriderError], name: str, value: object, allowed: Sequence[str]
 ) -> None:

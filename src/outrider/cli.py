@@ -17,7 +17,7 @@ import time
 from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 from outrider import bench, chat, check, demo, draft_vocab, render, trace_command
 from outrider.cli_flags import (
@@ -64,7 +64,27 @@ def _run(argv: Sequence[str] | None) -> int:
     args = build_parser().parse_args(argv)
     level = logging.INFO if args.verbose else logging.WARNING
     logging.basicConfig(level=level, format="outrider: %(message)s", stream=sys.stderr)
+    _check_paths(args)
     return args.run(args)
+
+
+def _check_paths(args: argparse.Namespace) -> None:
+    """Refuse names that no file can have: Path takes them, and every use of it would fail."""
+    for value in vars(args).values():
+        for one in cast(list[object], value) if isinstance(value, list) else [value]:
+            if isinstance(one, Path) and not _is_file_name(str(one)):
+                raise ConfigError(
+                    "no file can have this name",
+                    got=str(one),
+                    allowed="text of the file system's encoding, without NUL",
+                )
+
+
+def _is_file_name(name: str) -> bool:
+    try:
+        return b"\0" not in os.fsencode(name)
+    except UnicodeEncodeError:
+        return False
 
 
 def print_error(error: OutriderError, about: str = "") -> None:

@@ -22,6 +22,11 @@ StateDtypeName = Literal["float32", "float16", "bfloat16"]
 
 MAX_SPECULATIVE_TOKENS = 8
 MAX_LOOK_AHEAD = 2
+MAX_COUNT = 2**31 - 1
+"""Most of anything that is counted: products of two counts and a size in bytes fit an int64."""
+MAX_SEQUENCES = 2**20
+MAX_THREADS = 1024
+MAX_KV_CACHE_GIB = 2**20
 HOST_KV_CACHE_GIB = 1.0
 """Memory for KV on a CPU where nothing is said."""
 
@@ -184,8 +189,9 @@ class EngineConfig:
         device: "auto" is CUDA where there is one.
         load_format: "dummy" fills weights with random values of the right shapes.
         seed: seed of dummy weights and of requests that bring none.
-        num_threads: threads of torch on the host, for the whole process; None is torch's own, and
-            on a CPU one for models under 100 M parameters, whose matrices are too small to share.
+        num_threads: threads of torch on the host, for the whole process, at most 1024; None is
+            torch's own, and on a CPU one for models under 100 M parameters, whose matrices are too
+            small to share.
         max_model_len: most tokens of a sequence, prompt and output; None is the checkpoint's own.
         max_num_seqs: most sequences that run at once, which is the number of state slots; the
             recurrent state of hybrid models comes on top of the KV memory, and is logged.
@@ -256,11 +262,14 @@ class EngineConfig:
         check_choice(ConfigError, "device", self.device, ("auto", "cpu", "cuda"))
         check_choice(ConfigError, "load_format", self.load_format, ("auto", "safetensors", "dummy"))
         check_int(error, "seed", self.seed, 0, 2**63 - 1)
-        for name in ("max_model_len", "num_kv_blocks", "num_threads"):
+        for name in ("max_model_len", "num_kv_blocks"):
             if getattr(self, name) is not None:
-                check_int(error, name, getattr(self, name), 1)
-        for name in ("max_num_seqs", "prefill_grid", "max_prefill_tokens"):
-            check_int(error, name, getattr(self, name), 1)
+                check_int(error, name, getattr(self, name), 1, MAX_COUNT)
+        if self.num_threads is not None:
+            check_int(error, "num_threads", self.num_threads, 1, MAX_THREADS)
+        check_int(error, "max_num_seqs", self.max_num_seqs, 1, MAX_SEQUENCES)
+        for name in ("prefill_grid", "max_prefill_tokens", "checkpoint_interval"):
+            check_int(error, name, getattr(self, name), 1, MAX_COUNT)
         check_int(error, "block_size", self.block_size, 16, 256)
         if self.block_size % 16:
             raise ConfigError(
@@ -281,8 +290,7 @@ class EngineConfig:
         check_type(error, "deterministic", self.deterministic, bool)
         check_type(error, "debug_checks", self.debug_checks, bool)
         check_type(error, "enable_prefix_caching", self.enable_prefix_caching, bool)
-        check_int(error, "num_state_checkpoints", self.num_state_checkpoints, 0)
-        check_int(error, "checkpoint_interval", self.checkpoint_interval, 1)
+        check_int(error, "num_state_checkpoints", self.num_state_checkpoints, 0, MAX_SEQUENCES)
         if not self.enable_prefix_caching:
             reason = "states are kept for the prefix cache, which is switched off"
             self.refuse_idle(("num_state_checkpoints", "checkpoint_interval"), reason)
@@ -294,8 +302,12 @@ class EngineConfig:
             raise ConfigError("gpu_memory_utilization", got=share, allowed="more than 0, at most 1")
         if gib is not None:
             check_real(ConfigError, "kv_cache_memory_gib", gib)
-            if gib <= 0:
-                raise ConfigError("kv_cache_memory_gib", got=gib, allowed="more than 0")
+            if not 0 < gib <= MAX_KV_CACHE_GIB:
+                raise ConfigError(
+                    "kv_cache_memory_gib",
+                    got=gib,
+                    allowed=f"more than 0, at most {MAX_KV_CACHE_GIB}",
+                )
             if self.num_kv_blocks is not None:
                 raise ConfigError(
                     "memory for KV is given twice",

@@ -25,6 +25,7 @@ from outrider.llm import LLM
 from outrider.output import RequestOutput, total_speculation
 from outrider.params import SamplingParams
 from outrider.spec.names import METHODS, canonical_method
+from outrider.words import counted
 
 BUNDLED_MODELS: Mapping[str, tuple[str, str | None]] = {
     "mtp": ("models/tiny-qwen3.5", None),
@@ -117,8 +118,8 @@ def run(args: argparse.Namespace) -> int:
     )
 
     k = spec.num_speculative_tokens
-    print(f"{name}: {len(prompts)} prompts, up to {args.tokens} tokens each")
-    print(f"temperature 0, speculation by {spec.method} with {k} draft tokens a round")
+    print(f"{name}: {counted(len(prompts), 'prompt')}, up to {counted(args.tokens, 'token')} each")
+    print(f"temperature 0, speculation by {spec.method} with {counted(k, 'draft token')} a round")
     if color:
         print(render.legend(k))
     comparisons: list[Comparison] = []
@@ -223,7 +224,8 @@ def summary_lines(comparisons: Sequence[Comparison], name: str) -> list[str]:
     saved = theirs.num_passes - ours.num_passes
     ratio = (ours.num_tokens / seconds) / (theirs.num_tokens / plain_seconds)
     different = [i for i, c in enumerate(comparisons, start=1) if c.first_difference is not None]
-    verdict = f"Both runs gave the same text for all {len(comparisons)} prompts, token by token."
+    texts = "the prompt" if len(comparisons) == 1 else f"all {len(comparisons)} prompts"
+    verdict = f"Both runs gave the same text for {texts}, token by token."
     if different:
         verdict = f"The two runs DIFFER in prompt {', '.join(map(str, different))}: this is a bug."
     return [

@@ -19,6 +19,7 @@ from outrider.errors import CheckpointError, ConfigError
 from outrider.models.config import ModelConfig
 from outrider.models.files import resolve_checkpoint
 from outrider.tokenizer import Tokenizer
+from outrider.words import counted
 
 _MOST_BY_DEFAULT = 32768
 _PIECE_CHARACTERS = 1 << 20
@@ -87,7 +88,13 @@ def run(args: argparse.Namespace) -> int:
     print(f"{args.out}: {table.size} of the {table.vocab_size} ids of {table.model}")
     print(
         f"they are {table.coverage:.2%} of {table.num_tokens} tokens, which have "
-        f"{len(counts)} distinct ids; {table.num_padding} ids are padding"
+        f"{counted(len(counts), 'distinct id')}"
+    )
+    found = sum(token_id in counts for token_id in table.token_ids)
+    special = counted(table.size - found - table.num_padding, "special id")
+    print(
+        f"the table has {found} of these, {special} that the text does not hold, and "
+        f"{counted(table.num_padding, 'id')} of padding"
     )
     print(f"draft with them: --speculative-algorithm mtp --speculative-draft-vocab {args.out}")
     return 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Sequence as SequenceABC
+from threading import Lock
 
 from outrider.batch import Batch, FinishReason
 from outrider.checks import check_text
@@ -31,6 +32,7 @@ from outrider.live import LiveOutput, LiveRequest
 from outrider.models.build import Checkpoint, load_target
 from outrider.models.config import ModelConfig
 from outrider.models.files import resolve_checkpoint
+from outrider.one_caller import one_caller
 from outrider.ops.dispatch import overrides
 from outrider.output import OutputBuilder, RequestOutput
 from outrider.params import SamplingParams
@@ -46,7 +48,7 @@ logger = logging.getLogger(__name__)
 
 
 class Engine:
-    """Runs requests together. Not thread-safe: one thread calls it."""
+    """Runs requests together. One thread calls it: what comes in between is refused."""
 
     def __init__(self, config: EngineConfig, tokenizer: Tokenizer | None = None) -> None:
         """Load the model and allocate its caches.
@@ -57,6 +59,7 @@ class Engine:
             CapacityError: the memory budget holds less than one sequence.
         """
         self.config = config
+        self.call_lock = Lock()
         checkpoint = Checkpoint.open(resolve_checkpoint(config.model, config.revision), config)
         self.model_config: ModelConfig = checkpoint.config
         target = load_target(checkpoint)
@@ -111,6 +114,7 @@ class Engine:
     def has_work(self) -> bool:
         return self.scheduler.has_work or bool(self._in_flight or self._unreported)
 
+    @one_caller
     def step(self) -> list[RequestOutput]:
         """Run one step; returns the requests that gained tokens or ended.
 
@@ -120,6 +124,9 @@ class Engine:
         did not report is reported by a later step. Only a text whose tokens were half taken in
         fails, alone. A step that runs out of memory is tried again with fewer requests, down to a
         single one, which fails.
+
+        Raises:
+            ConcurrentCallError: another call is inside, as with `add_request` and `abort`.
         """
         try:
             outputs = self._step()
@@ -266,6 +273,7 @@ class Engine:
         self._admission.requests("", prompt_token_ids, params, 0)
         self._matchers(params, 1)
 
+    @one_caller
     def add_request(
         self, request_id: str, prompt_token_ids: SequenceABC[int], params: SamplingParams
     ) -> None:
@@ -300,6 +308,7 @@ class Engine:
             self._forget(live)
             raise
 
+    @one_caller
     def abort(self, request_id: str) -> RequestOutput | None:
         """End a request now, and report on it.
 

@@ -173,7 +173,7 @@ def build_runner(
         raise CapacityError(
             f"caches do not fit into memory ({error})",
             got=f"{size.num_blocks} blocks of KV and {size.num_slots} state slots",
-            hint="lower num_kv_blocks, kv_cache_memory_gib or max_num_seqs",
+            hint="lower num_kv_blocks, kv_cache_memory_gib, max_num_seqs or num_state_checkpoints",
         ) from error
 
 

@@ -89,6 +89,10 @@ class EngineFaultError(OutriderError, RuntimeError):
     """A fault of the engine that cost one request its text; the request itself was in order."""
 
 
+class ConcurrentCallError(OutriderError, RuntimeError):
+    """An engine was called while another call was inside it; nothing of the call was done."""
+
+
 class StuckRoundError(OutriderError, RuntimeError):
     """A round whose results did not come; the message has the state of its sequences."""
 

@@ -47,6 +47,9 @@ class ApiClient:
             raise _bad_url(url)
         if api_key is not None and not (api_key.isascii() and api_key.isprintable() and api_key):
             raise ConfigError("api_key", allowed="printable ASCII text")  # not shown
+        if not self._host.isprintable() or " " in self._host:
+            allowed = "a host without spaces and control characters"
+            raise ConfigError("url", got=self._host, allowed=allowed)
         self.url = url.rstrip("/")
         self._is_secure = parts.scheme == "https"
         self._path = parts.path.rstrip("/")

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import itertools
+from collections import deque
 from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, overload
 
 from outrider.checks import as_tuple
 from outrider.config import EngineConfig, SpeculativeConfig
 from outrider.engine import Engine
-from outrider.errors import OutriderError, RequestError
+from outrider.errors import ConcurrentCallError, OutriderError, RequestError
 from outrider.models.files import resolve_checkpoint
 from outrider.output import RequestOutput
 from outrider.params import SamplingParams
@@ -30,7 +31,8 @@ class LLM:
         llm = LLM("path-or-hub-id", speculative_config=SpeculativeConfig("mtp"))
         print(llm.generate("def main():").text)
 
-    Not thread-safe. Calls may be nested and streams interleaved: they share the engine.
+    One thread calls it: a call that meets another thread's inside the engine is refused with
+    ConcurrentCallError. Calls may be nested and streams interleaved: they share the engine.
 
     Args:
         model: local folder or hub id.
@@ -49,6 +51,7 @@ class LLM:
         )
         self.engine = Engine(config, self.tokenizer)
         self._inboxes: dict[str, _Inbox] = {}
+        self._abandoned: set[str] = set()
 
     def default_params(self) -> SamplingParams:
         """What is used where a call gives no parameters: the checkpoint's own recommendation."""
@@ -168,6 +171,8 @@ class LLM:
             for index, (prompt, one) in enumerate(zip(prompts, params, strict=True)):
                 try:
                     places[inbox.add(self._token_ids(prompt), one)] = index
+                except ConcurrentCallError:
+                    raise
                 except OutriderError as error:
                     outputs[index] = RequestOutput.failed(f"prompt-{index}", error)
             while inbox.is_open:
@@ -183,7 +188,7 @@ class LLM:
 
     @contextmanager
     def _inbox(self) -> Generator[_Inbox]:
-        inbox = _Inbox(self.engine, self._inboxes)
+        inbox = _Inbox(self.engine, self._inboxes, self._abandoned)
         try:
             yield inbox
         finally:  # an interrupt must not leave anything running
@@ -191,13 +196,20 @@ class LLM:
 
 
 class _Inbox:
-    """The requests of one call: whoever steps the engine delivers to everybody."""
+    """The requests of one call: whoever steps the engine delivers to everybody.
 
-    def __init__(self, engine: Engine, inboxes: dict[str, _Inbox]) -> None:
+    Args:
+        inboxes: by request id, of all calls.
+        abandoned: requests of all calls that could not be ended, as another call was inside the
+            engine; the next one that steps it ends them.
+    """
+
+    def __init__(self, engine: Engine, inboxes: dict[str, _Inbox], abandoned: set[str]) -> None:
         self._engine = engine
         self._inboxes = inboxes
+        self._abandoned = abandoned
         self._open: set[str] = set()
-        self._received: list[RequestOutput] = []
+        self._received: deque[RequestOutput] = deque()
 
     @property
     def is_open(self) -> bool:
@@ -221,20 +233,27 @@ class _Inbox:
         if not self._received:
             if not self._engine.has_work:
                 raise RequestError("the request was ended, or its outputs taken, by somebody else")
+            self._end_abandoned()
             for output in self._engine.step():
                 inbox = self._inboxes.get(output.request_id)
                 if inbox is not None:
                     inbox._received.append(output)
                     if output.finished:
                         inbox._forget(output.request_id)
-        received, self._received = self._received, []
-        return received
+        return [self._received.popleft() for _ in range(len(self._received))]
 
     def close(self) -> None:
         """End what still runs."""
         for request_id in list(self._open):
-            self._engine.abort(request_id)
+            self._abandoned.add(request_id)
             self._forget(request_id)
+        with suppress(ConcurrentCallError):
+            self._end_abandoned()
+
+    def _end_abandoned(self) -> None:
+        for request_id in list(self._abandoned):
+            self._engine.abort(request_id)
+            self._abandoned.discard(request_id)
 
     def _forget(self, request_id: str) -> None:
         self._open.discard(request_id)

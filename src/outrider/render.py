@@ -15,6 +15,7 @@ from typing import TextIO
 from outrider.output import Completion
 from outrider.tokenizer import REPLACEMENT, IncrementalDetokenizer, Tokenizer
 from outrider.trace import Origin, RoundTrace, SpeculationStats, TokenOrigin
+from outrider.words import counted
 
 RESET = "\x1b[0m"
 REJECTED = "2;9"  # dim, struck through
@@ -142,7 +143,10 @@ def error_line(error: Exception, about: str = "") -> str:
 
 def acceptance_line(stats: SpeculationStats) -> str:
     """Tokens, passes and acceptance in one line."""
-    parts = [f"{stats.num_tokens} tokens in {stats.num_passes} target passes"]
+    parts = [
+        f"{counted(stats.num_tokens, 'token')} in "
+        f"{counted(stats.num_passes, 'target pass', 'target passes')}"
+    ]
     if stats.acceptance_length is not None:
         parts.append(f"acceptance length {stats.acceptance_length:.2f}")
         parts.append(f"accepted at {_rates(stats)}")
@@ -160,8 +164,9 @@ def statistics_lines(stats: SpeculationStats, seconds: float) -> list[str]:
     lines.append(f"tokens             {stats.num_tokens} ({per_pass:.2f} a pass)")
     if stats.acceptance_length is not None:
         lines += [
-            f"acceptance length  {stats.acceptance_length:.2f} over {stats.num_rounds} rounds",
-            f"accepted at        {_rates(stats)}",
+            f"acceptance length  {stats.acceptance_length:.2f} over "
+            f"{counted(stats.num_rounds, 'round')}",
+            f"accepted at        {_rates(stats)} of these rounds",
         ]
     speed = stats.num_tokens / seconds if seconds > 0 else 0.0
     lines.append(f"time               {seconds:.2f} s, {speed:.1f} tokens/s")

@@ -187,7 +187,7 @@ def read(path: Path) -> RecordedRun:
     """
     try:
         lines = path.read_bytes().decode("utf-8").split("\n")
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, ValueError) as error:  # no file of that name, or none of text
         raise TraceFileError(f"trace file cannot be read ({error})", got=str(path)) from error
     run: RecordedRun | None = None
     outputs: list[RecordedOutput] = []

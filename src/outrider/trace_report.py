@@ -11,6 +11,7 @@ from outrider.batch import FinishReason
 from outrider.render import harmless, table
 from outrider.trace import SpeculationStats
 from outrider.trace_file import RecordedOutput, RecordedRound, RecordedRun
+from outrider.words import counted
 
 Z_95 = 1.959963984540054
 """Quantile of the normal distribution that leaves 2.5 % on either side."""
@@ -102,10 +103,11 @@ def summary_lines(run: RecordedRun) -> list[str]:
     """The report for a terminal."""
     rounds = all_rounds(run)
     num_tokens = sum(len(one.tokens) for one in rounds)
-    lines = [f"{harmless(run.model)}: {num_tokens} tokens in {len(rounds)} passes", ""]
+    passes = counted(len(rounds), "pass", "passes")
+    lines = [f"{harmless(run.model)}: {counted(num_tokens, 'token')} in {passes}", ""]
     length = acceptance_length(rounds)
     if length is not None:
-        rows = [("position", "rounds", "accepted", "share", "95 % (Wilson)")]
+        rows = [("position", "drafted", "accepted", "of drafted", "95 % (Wilson)")]
         rows += [
             (
                 str(entry.position),

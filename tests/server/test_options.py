@@ -16,8 +16,13 @@ from outrider.server.options import ServerOptions
     [
         (["--port", "70000"], "port: got 70000; allowed: an integer from 0 to 65535"),
         (["--host", ""], "host: got ''"),
+        (["--host", "\udcff"], "host"),  # a byte that is no text, as a command line gives it
+        (["--host", "é" * 70], "host is no name of a host"),
+        (["--host", "a..b"], "host is no name of a host"),
+        (["--host", "a\0b"], "host: got 'a\\x00b'; allowed: printable characters"),
         (["--max-waiting", "-1"], "max_waiting: got -1"),
-        (["--request-timeout", "0"], "request_timeout: got 0.0; allowed: 0.1 seconds or more"),
+        (["--request-timeout", "0"], "request_timeout: got 0.0; allowed: from 0.1 to 10000000"),
+        (["--drain-timeout", "1e300"], "drain_timeout: got 1e+300; allowed: from 0.1 to 10000000"),
         (["--served-model-name", ""], "served_model_name: got ''"),
         (["--max-num-seqs", "0"], "max_num_seqs: got 0"),
         (["--reload"], "unrecognized arguments: --reload"),

@@ -16,6 +16,7 @@ import torch
 from outrider.config import EngineConfig
 from outrider.errors import CapacityError, ConfigError
 from outrider.models.config import ModelConfig
+from outrider.words import counted
 
 GIB, MIB = 2**30, 2**20
 
@@ -125,11 +126,11 @@ class MemoryPlan:
     def lines(self) -> list[str]:
         """The plan for a reader, one line for each thing that takes memory."""
         needs, device = self.needs, self.budget.device
-        state = f"{needs.max_num_seqs} sequences, {needs.slot_bytes / MIB:.2f} MiB each"
+        state = f"{counted(needs.max_num_seqs, 'sequence')}, {needs.slot_bytes / MIB:.2f} MiB each"
         if needs.num_checkpoints and needs.slot_bytes:
-            state = f"{needs.num_checkpoints} checkpoints and {state}"
+            state = f"{counted(needs.num_checkpoints, 'checkpoint')} and {state}"
         kv = (
-            f"{self.num_blocks} blocks of {needs.block_size} tokens, "
+            f"{counted(self.num_blocks, 'block')} of {needs.block_size} tokens, "
             f"{needs.block_bytes / MIB:.2f} MiB each"
         )
         lines = [f"max_model_len: {self.max_model_len} of the checkpoint's {needs.model_limit}"]
@@ -302,7 +303,9 @@ def _needs_phrase(needs: MemoryNeeds) -> str:
     if needs.workspace_bytes:
         parts.append(f"{gib(needs.workspace_bytes)} for workspace")
     if needs.state_bytes:
-        states = f"{gib(needs.state_bytes)} for the states of {needs.max_num_seqs} sequences"
+        states = (
+            f"{gib(needs.state_bytes)} for the states of {counted(needs.max_num_seqs, 'sequence')}"
+        )
         parts.append(states)
     return f"needs {', '.join(parts)}"
 

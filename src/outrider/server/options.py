@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from outrider.checks import as_tuple, check_int, check_real, check_text
+from outrider.checks import as_tuple, check_host, check_int, check_real, check_text
 from outrider.errors import ConfigError
+
+_MOST_SECONDS = 1e7
+"""Four months; the clocks of event loops and locks overflow at larger ones."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +41,7 @@ class ServerOptions:
     drain_timeout: float = 30.0
 
     def __post_init__(self) -> None:
-        check_text(ConfigError, "host", self.host)
+        check_host(ConfigError, "host", self.host)
         check_int(ConfigError, "port", self.port, 0, 65535)
         keys = as_tuple(ConfigError, "api_key", self.api_key)
         if not all(isinstance(key, str) and key and key.isascii() for key in keys):
@@ -53,5 +56,6 @@ class ServerOptions:
             value: float | None = getattr(self, name)
             if value is not None:
                 check_real(ConfigError, name, value)
-                if value < 0.1:
-                    raise ConfigError(name, got=value, allowed="0.1 seconds or more")
+                if not 0.1 <= value <= _MOST_SECONDS:
+                    allowed = f"from 0.1 to {_MOST_SECONDS:.0f} seconds"
+                    raise ConfigError(name, got=value, allowed=allowed)
