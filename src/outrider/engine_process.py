@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import BinaryIO, Protocol
 
+import msgspec
 import zmq
 
 from outrider.config import EngineConfig
@@ -38,6 +39,7 @@ from outrider.engine_messages import (
     ToEngine,
     decode_to_engine,
     encode,
+    refuse_unreadable,
     to_fault,
 )
 from outrider.errors import OutriderError, StuckRoundError
@@ -81,9 +83,16 @@ class SocketPorts:
         self._outbox.bind(from_engine)
 
     def receive(self, timeout: float | None) -> ToEngine | None:
-        if not self._inbox.poll(None if timeout is None else round(timeout * 1000)):
-            return None
-        return decode_to_engine(self._inbox.recv())
+        while self._inbox.poll(None if timeout is None else round(timeout * 1000)):
+            content = self._inbox.recv()
+            try:
+                return decode_to_engine(content)
+            except msgspec.MsgspecError as error:  # one message, and not the others' fault
+                logger.error("a message cannot be read (%s)", error)
+                refusal = refuse_unreadable(content, error)
+                if refusal is not None:
+                    self.send(refusal)
+        return None
 
     def send(self, message: FromEngine) -> None:
         self._outbox.send(encode(message))
