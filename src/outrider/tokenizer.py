@@ -119,6 +119,7 @@ class Tokenizer:
     def apply_chat_template(
         self,
         messages: Sequence[Mapping[str, Any]],
+        /,  # so that a variable may have any name
         add_generation_prompt: bool = True,
         **kwargs: Any,
     ) -> str:
@@ -134,9 +135,18 @@ class Tokenizer:
             RequestError: no messages, no template, or messages that the template refuses.
             CheckpointError: the template itself is broken.
         """
-        if not messages or not all(_has_role(message) for message in messages):
+        # The type first: an array would refuse to say whether it is empty.
+        if (
+            not isinstance(messages, Sequence)  # pyright: ignore[reportUnnecessaryIsInstance]
+            or not messages
+            or not all(_has_role(message) for message in messages)
+        ):
             raise RequestError(
                 "chat messages", got=messages, allowed='one or more objects with a "role"'
+            )
+        if "self" in kwargs:  # Jinja gives it a meaning of its own, and this value none
+            raise RequestError(
+                "chat template variable self", got=kwargs["self"], allowed="any other name"
             )
         template = self._template("tool_use" if kwargs.get("tools") else "default")
         variables: dict[str, Any] = {"tools": None, "documents": None, **self._special_tokens}

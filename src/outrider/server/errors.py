@@ -106,6 +106,7 @@ _FIELDS_OF_PARAMS = {
     "chat messages": "messages",
     "the chat template refuses": "messages",
     "the tokenizer has no chat template": "messages",
+    "chat template variable": "chat_template_kwargs",
     "text is not valid": "prompt",
 }
 
