@@ -16,6 +16,7 @@ from jinja2 import Template, TemplateError, TemplateSyntaxError
 from jinja2.ext import loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from outrider.checks import check_text
 from outrider.errors import CheckpointError, RequestError
 
 REPLACEMENT = "\ufffd"
@@ -98,14 +99,8 @@ class Tokenizer:
         Raises:
             RequestError: the text holds half of a surrogate pair, which no UTF-8 text does.
         """
-        try:
-            text.encode("utf-8")
-        except UnicodeEncodeError as error:
-            raise RequestError(
-                f"text is not valid Unicode at character {error.start}",
-                got=text[error.start : error.end],
-                allowed="text that can be written as UTF-8",
-            ) from error
+        if text:
+            check_text(RequestError, "text", text)
         return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
