@@ -330,6 +330,24 @@ def test_what_is_no_body_is_refused(http: httpx.Client) -> None:
     assert wanted_text(http) == text
 
 
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (b'{"prompt": "a\xff"}', "not UTF-8"),
+        (b"[" * 200_000, "nested too deeply"),
+        (b'{"prompt": "a", "seed": ' + b"1" * 5000 + b"}", "too many digits"),
+    ],
+    ids=["not UTF-8", "nested", "digits"],
+)
+def test_a_body_that_cannot_be_read_is_told_why(
+    http: httpx.Client, content: bytes, reason: str
+) -> None:
+    headers = {"Content-Type": "application/json"}
+    answer = check(http.post(COMPLETIONS, content=content, headers=headers))
+    assert answer["message"].startswith("the body cannot be read: ")
+    assert reason in answer["message"]
+
+
 def test_a_body_that_is_too_large_is_refused(http: httpx.Client) -> None:
     check(http.post(COMPLETIONS, content=b"x" * (32 * 2**20 + 1)), 413)
 
