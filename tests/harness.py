@@ -143,6 +143,23 @@ class TargetDriver:
         return torch.cat([self.round([token_id], 1) for token_id in token_ids])
 
 
+class Received(dict[str, RequestOutput]):
+    """The newest output of each request. What was new in each adds up to its text."""
+
+    def __init__(self) -> None:
+        self._streamed: dict[tuple[str, int], str] = {}
+
+    def take(self, outputs: Iterable[RequestOutput]) -> None:
+        """What a step returned."""
+        for output in outputs:
+            self[output.request_id] = output
+            for completion in output.completions:
+                key = output.request_id, completion.index
+                self._streamed[key] = self._streamed.get(key, "") + completion.new_text
+                if output.error is None:
+                    assert self._streamed[key] == completion.text, "a stream lacks characters"
+
+
 def run_requests(
     engine: Engine,
     prompts: Sequence[Sequence[int]],
@@ -152,14 +169,13 @@ def run_requests(
     """Run prompts to their end; prompt i arrives before step arrivals[i]."""
     each = [params] * len(prompts) if isinstance(params, SamplingParams) else params
     arrivals = arrivals or [0] * len(prompts)
-    outputs: dict[str, RequestOutput] = {}
+    outputs = Received()
     waiting, step = sorted(range(len(prompts)), key=lambda i: arrivals[i]), 0
     while waiting or engine.has_work:
         while waiting and arrivals[waiting[0]] <= step:
             index = waiting.pop(0)
             engine.add_request(str(index), list(prompts[index]), each[index])
-        for output in engine.step():
-            outputs[output.request_id] = output
+        outputs.take(engine.step())
         step += 1
     return [outputs[str(index)] for index in range(len(prompts))]
 

@@ -51,9 +51,6 @@ def refused(prompt: Any = PROMPT, rules: AdmissionRules = RULES, **options: Any)
     return caught.value
 
 
-# --- Prompts ---
-
-
 def test_an_empty_prompt_is_refused() -> None:
     error = refused([])
     assert (error.what, error.allowed) == ("prompt is empty", "at least one token")
@@ -85,9 +82,6 @@ def test_the_first_and_the_last_id_of_the_vocabulary_are_served() -> None:
     assert request.rules.logit_bias == ((0, 1.0), (271, 1.0))
 
 
-# --- Ids among the parameters ---
-
-
 @pytest.mark.parametrize("wrong", [VOCAB_SIZE, 2**40])
 def test_ids_out_of_range_are_refused_by_the_parameter_that_holds_them(wrong: int) -> None:
     assert refused(stop_token_ids=[3, wrong]).what == "stop token id"
@@ -95,9 +89,6 @@ def test_ids_out_of_range_are_refused_by_the_parameter_that_holds_them(wrong: in
     for options in ({"stop_token_ids": [wrong]}, {"logit_bias": {wrong: 0.5}}):
         error = refused(**options)
         assert error.got == wrong and error.allowed == "an integer from 0 to 271"
-
-
-# --- What needs something else ---
 
 
 @pytest.mark.parametrize(
@@ -146,9 +137,6 @@ def test_a_grammar_does_not_go_with_drafts_that_are_accepted_whatever_they_are()
     assert len(admit(rules=rules)) == 1
 
 
-# --- Where the text ends ---
-
-
 @pytest.mark.parametrize(
     ("options", "stops"),
     [
@@ -172,9 +160,6 @@ def test_the_length_limit_is_the_nearer_of_max_tokens_and_the_models_length(
     num_prompt: int, max_tokens: int, limit: int
 ) -> None:
     assert one([5] * num_prompt, max_tokens=max_tokens).length_limit == limit
-
-
-# --- Rules ---
 
 
 def test_rules_are_handed_on_as_they_were_asked_for() -> None:
@@ -239,9 +224,6 @@ def test_the_tier_is_the_least_that_honours_every_parameter(
     assert one(**options).tier is tier
 
 
-# --- Seeds ---
-
-
 def test_a_seed_is_used_as_it_is_by_the_first_output() -> None:
     for seed in (0, 1, 2**63 - 1):
         assert one(seed=seed).seed == seed
@@ -272,9 +254,6 @@ def test_n_outputs_differ_in_their_seeds_and_numbers_only() -> None:
     requests = admit(n=5, seed=3, bad_words=["a"], presence_penalty=1.0, draft_sampling="coupled")
     assert [request.output_index for request in requests] == [0, 1, 2, 3, 4]
     assert all(replace(r, seed=3, output_index=0) == requests[0] for r in requests)
-
-
-# --- How drafts are drawn ---
 
 
 @pytest.mark.parametrize(

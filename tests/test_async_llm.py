@@ -128,7 +128,7 @@ def test_closing_the_iterator_ends_the_request_and_drain_waits_for_the_rest() ->
         waiting = asyncio.create_task(collect(llm.generate(PROMPT, GREEDY)))
         await asyncio.sleep(0.1)
         await llm.drain()
-        assert llm.num_open == 0
+        assert not llm._streams
         assert len((await waiting)[-1].token_ids) == 24
         for _ in range(40):
             if notes.stats[-1].num_running == 0 and notes.stats[-1].kv_usage == 0:

@@ -374,7 +374,10 @@ def test_what_is_left_open_is_made_to_fit_the_work() -> None:
         (("--temperature", "-1"), "temperature: got -1.0"),
         (("--stop", "x"), "unrecognized arguments: --stop"),
         (("--max-tokens", "5"), "unrecognized arguments: --max-tokens"),
-        (("--json", "/no/such/folder/out.jsonl"), "results cannot be written"),
+        (
+            ("--json", "/no/such/folder/out.jsonl"),
+            "cannot write results (No such file or directory)",
+        ),
         (("--synthetic-acceptance-length", "2"), "speculation has no method"),
         ((*MTP, "--synthetic-acceptance-length", "9"), "synthetic_acceptance_length: got 9.0"),
     ],

@@ -1,14 +1,9 @@
-"""`outrider chat` with a model in this process, and the client that it talks to servers with."""
+"""`outrider chat` with a model in this process, and with scripted answers."""
 
 from __future__ import annotations
 
 import io
-import json
-import threading
-from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, HTTPServer
-from typing import Any
+from collections.abc import Generator, Sequence
 
 import pytest
 
@@ -16,8 +11,7 @@ from outrider import LLM, SamplingParams, render
 from outrider.chat import Screen, Session, turn_line
 from outrider.chat_sources import Message, Span, Turn
 from outrider.cli import main
-from outrider.errors import ConfigError, RequestError, ServerError
-from outrider.http_client import ApiClient
+from outrider.errors import RequestError, ServerError
 from outrider.trace import SpeculationStats
 from tests.trained import trained_folder
 
@@ -39,18 +33,18 @@ def says(monkeypatch: pytest.MonkeyPatch, *lines: str) -> None:
 def test_lines_are_answered_one_after_the_other_and_each_knows_what_was_said_before(
     llm: LLM, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    says(monkeypatch, "import os", "", "hello", "/quit", "never asked")
+    says(monkeypatch, "import os", "", "/etc/passwd: root", "//quit")
     assert main(["chat", MODEL, *SHORT, *MTP, "--system", "brief"]) == 0
     params = SamplingParams(temperature=0, max_tokens=12)
     messages: list[dict[str, str]] = [{"role": "system", "content": "brief"}]
-    for question in ("import os", "hello"):
+    for question in ("import os", "/etc/passwd: root", "//quit"):  # no commands without a terminal
         messages.append({"role": "user", "content": question})
         answer = llm.chat(messages, params).text
         messages.append({"role": "assistant", "content": answer})
     wanted = "".join(m["content"] + "\n" for m in messages if m["role"] == "assistant")
     printed = capsys.readouterr()
     assert printed.out == wanted
-    assert printed.err.count("[12 tokens, ") == 2 and "acceptance length" in printed.err
+    assert printed.err.count("[12 tokens, ") == 3 and "acceptance length" in printed.err
 
 
 def test_colours_show_who_chose_a_token_and_change_no_text(
@@ -91,6 +85,12 @@ def test_what_the_model_cannot_take_is_said_and_the_next_message_is_answered(
         ),
         (["--url", "ftp://h/v1"], "url: got 'ftp://h/v1'; allowed: http://HOST:PORT/v1"),
         (["--url", "http://h:port/v1"], "url (Port could not be cast"),
+        (["--url", "http://u:sécret@h/v1"], "url: no user or password can be sent: leave them out"),
+        (["--url", "http://sécret@h/v1"], "url: no user or password can be sent"),
+        (["--url", "http://u:sécret@h:port/v1"], "url: allowed: http://HOST:PORT/v1"),
+        (["--url", "http://u:sécret/x@h/v1"], "url: allowed: http://HOST:PORT/v1"),
+        (["--url", "u:sécret@h/v1"], "url: allowed: http://HOST:PORT/v1"),
+        (["--url", "http://h/v1?key=sécret"], "url: allowed: http://HOST:PORT/v1"),
         (["--url", "http://h/v1", "--api-key", "sécret"], "api_key: allowed: printable ASCII"),
         (["M", "--draft-sampling", "coupled"], "there are no drafts: got '--draft-sampling'"),
         (["M", "--chat-template-kwargs", "[]"], "not a JSON object"),
@@ -149,6 +149,23 @@ def test_reasoning_is_dimmed_or_tagged_and_is_no_part_of_the_conversation() -> N
     assert out.getvalue() == "\x1b[2mwhy\x1b[0m\n\n\x1b[38;5;28myes\x1b[0m␛[2J\n"
 
 
+class Tty(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_nobody_steers_a_terminal_that_shows_no_colours() -> None:
+    out, notes = Tty(), Tty()
+    talk = Session(
+        Script([Span("why\x1b[2J", is_reasoning=True), Span("\x9b2Jyes")]), None, Screen(out, notes)
+    )
+    talk.handle("really?")
+    assert out.getvalue() == "<think>\nwhy␛[2J\n</think>\n\ufffd2Jyes\n"
+    assert talk.messages[1]["content"] == "\x9b2Jyes"  # what the model said is what it is told
+    talk.screen.note("a model named \x1b]0;x\x07")
+    assert notes.getvalue().endswith("a model named ␛]0;x␇\n")
+
+
 def test_an_answer_that_is_stopped_is_kept_as_far_as_it_got_and_its_request_is_ended() -> None:
     script = Script([Span("par"), KeyboardInterrupt()], [KeyboardInterrupt()], [Span("ok")])
     talk, out, _ = session(script)
@@ -195,89 +212,3 @@ def test_the_line_after_an_answer() -> None:
     assert turn_line(turn) == (
         "[10 tokens, 2.00 s, 5.0 tokens/s, acceptance length 3.00, cut at its limit of tokens]"
     )
-
-
-# The client, against servers that misbehave.
-
-Answer = Callable[[BaseHTTPRequestHandler], None]
-
-
-@contextmanager
-def serving(answer: Answer) -> Iterator[str]:
-    """A server that gives one answer to everything; yields its base URL."""
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            answer(self)
-
-        def do_POST(self) -> None:
-            self.rfile.read(int(self.headers["Content-Length"]))
-            answer(self)
-
-        def log_message(self, *_: Any) -> None:
-            pass
-
-    server = HTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever, args=(0.01,))
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{server.server_port}/v1"
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
-
-
-def reply(status: int, content: bytes) -> Answer:
-    def send(handler: BaseHTTPRequestHandler) -> None:
-        handler.send_response(status)
-        handler.end_headers()
-        handler.wfile.write(content)
-
-    return send
-
-
-REFUSED = json.dumps({"error": {"message": "top_k: no such field"}}).encode()
-
-
-@pytest.mark.parametrize(
-    ("answer", "message"),
-    [
-        (reply(400, REFUSED), "the server answers 400 Bad Request: top_k: no such field"),
-        (reply(401, REFUSED), "give --api-key KEY, or set OUTRIDER_API_KEY"),
-        (reply(404, b"{}"), "as a rule the URL ends with /v1"),
-        (reply(502, b"<html>bad gateway"), "502 Bad Gateway: <html>bad gateway"),
-        (reply(200, b"data: <html>\n\n"), "does not speak OpenAI's API: got ' <html>"),
-        (reply(200, b'data: {"a": 1}\n\n'), "the server broke off its answer"),
-        (
-            reply(200, b'data: {"error": {"message": "too slow", "status": 408}}\n\n'),
-            "the server ends the answer: too slow",
-        ),
-        (lambda handler: handler.connection.close(), "no answer ("),
-    ],
-    ids=["400", "401", "404", "502", "html", "broken off", "error event", "closed"],
-)
-def test_what_a_server_says_is_said_plainly(answer: Answer, message: str) -> None:
-    with serving(answer) as url, pytest.raises(ServerError) as caught:
-        list(ApiClient(url).stream("/chat/completions", {}))
-    assert message in str(caught.value)
-
-
-def test_events_are_read_and_comments_and_names_are_not() -> None:
-    lines = b': alive\n\nevent: x\ndata: {"a": 1}\n\ndata:{"a": 2}\r\n\r\ndata: [DONE]\n\n'
-    with serving(reply(200, lines)) as url:
-        assert list(ApiClient(url).stream("/x", {})) == [{"a": 1}, {"a": 2}]
-
-
-def test_the_key_is_sent_as_a_bearer_token_and_a_server_that_is_not_there_is_named() -> None:
-    def tell(handler: BaseHTTPRequestHandler) -> None:
-        path = json.dumps({"path": handler.path, "key": handler.headers["Authorization"]})
-        reply(200, path.encode())(handler)
-
-    with serving(tell) as url:
-        assert ApiClient(url + "/", "k").get("/models") == {"path": "/v1/models", "key": "Bearer k"}
-        assert ApiClient(url).get("/models")["key"] is None
-    with pytest.raises(ServerError, match=r"no answer \(.*refused\): got 'http"):
-        ApiClient(url).get("/models")
-    with pytest.raises(ConfigError, match="url"):
-        ApiClient("127.0.0.1:8000/v1")

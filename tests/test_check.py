@@ -62,9 +62,6 @@ def printed(report: CheckReport) -> str:
     return stream.getvalue()
 
 
-# --- As a function ---
-
-
 @pytest.mark.parametrize("method", ["mtp", "ngram"])
 def test_a_checkpoint_that_writes_the_same_text_is_right(model: Path, method: str) -> None:
     report = check(config(model, method), num_tokens=24)
@@ -145,9 +142,6 @@ def test_a_difference_says_where_it_begins_and_what_stood_there() -> None:
     assert said == "text 0: token 2 of 3 differs: plain (3,), speculative ()"
 
 
-# --- What could not be run ---
-
-
 def without_tokenizer(model: Path, path: Path) -> EngineConfig:
     shutil.copytree(model, path / "m")
     (path / "m" / "tokenizer.json").unlink()
@@ -194,8 +188,6 @@ def test_what_cannot_run_is_reported_with_its_error(model: Path, tmp_path: Path,
 def test_a_number_of_tokens_that_makes_no_sense_could_not_run(model: Path) -> None:
     assert check(config(model), num_tokens=0).result is CheckResult.COULD_NOT_RUN
 
-
-# --- As a command ---
 
 MTP = ("--speculative-algorithm", "mtp", "--speculative-num-draft-tokens", "3")
 
@@ -264,9 +256,6 @@ def test_flags_that_make_no_sense_are_one_line_on_stderr_and_exit_with_2(
     printed = capsys.readouterr()
     assert printed.out == ""
     assert printed.err.startswith("outrider: error: ") and len(printed.err.splitlines()) == 1
-
-
-# --- The numbers ---
 
 
 def test_rates_by_position_sum_up_to_the_tokens_of_a_round_but_the_targets_own(

@@ -275,6 +275,25 @@ def test_a_terminal_gets_the_text_of_one_prompt_as_it_comes_and_in_colour(
     assert "\x1b" not in plain.getvalue()
 
 
+@pytest.mark.parametrize("prompts", [("def f",), ("def f", "import")], ids=["one", "two"])
+def test_a_model_steers_no_terminal_where_nothing_is_coloured(
+    prompts: tuple[str, ...],
+    model: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    steering = json.dumps({"kind": "regex", "text": r"\x1b\[2J"})
+    words = ["generate", model, *SMALL, "--color", "never", "--structured-output", steering]
+    words += [word for prompt in prompts for word in ("--prompt", prompt)]
+    assert main(words) == 0
+    assert capsys.readouterr().out.count("\x1b[2J") == len(prompts)  # a pipe gets the text
+    terminal = Tty()
+    monkeypatch.setattr("sys.stdout", terminal)
+    assert main(words) == 0
+    assert terminal.getvalue().count("␛[2J") == len(prompts)
+    assert "\x1b" not in terminal.getvalue()
+
+
 def test_a_batch_shows_a_progress_bar_where_stderr_is_a_terminal(
     model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -39,6 +39,19 @@ def test_every_file_of_the_source_that_is_named_exists() -> None:
         assert (SOURCE / name).exists() or (ROOT / name).exists(), name
 
 
+def test_every_name_of_the_code_that_is_named_stands_in_the_code() -> None:
+    """Attributes, methods and classes; paths have a test of their own."""
+    files = list(SOURCE.rglob("*.py"))
+    words = {file.stem for file in files} | {file.parent.name for file in files}
+    for file in files:
+        words.update(re.findall(r"\w+", file.read_text(encoding="utf-8")))
+    named = [name for name in re.findall(r"`([^`\n]+)`", TEXT) if not re.search(r"[*/]", name)]
+    assert len(named) > 50
+    for name in named:
+        for word in re.findall(r"[A-Za-z_]\w*", name):
+            assert word in words, name
+
+
 def test_the_review_asks_ten_questions_or_more() -> None:
     section = TEXT.split("## Questions for a review")[1].split("\n## ")[0]
     questions = re.findall(r"^\d+\. .*?(?=^\d+\. |\Z)", section, flags=re.MULTILINE | re.DOTALL)

@@ -183,3 +183,13 @@ def test_files_without_text_are_refused(
     words = ["draft-vocab", str(model), str(empty), "--size", "4", "--out", str(out)]
     assert main(words) == 2
     assert "there is no text to count" in capsys.readouterr().err and not out.exists()
+
+
+def test_a_text_is_not_overwritten_by_its_ids(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = tmp_path / "text"
+    text.write_text("abc")
+    assert main(["draft-vocab", str(model), str(text), "--out", str(text)]) == 2
+    assert "--out would overwrite what is read" in capsys.readouterr().err
+    assert text.read_text() == "abc"

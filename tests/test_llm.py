@@ -9,6 +9,7 @@ import pytest
 
 from outrider import LLM, RequestError, SamplingParams, SpeculativeConfig
 from outrider.batch import FinishReason, Span, SpanResult
+from tests.pools import is_idle
 
 GREEDY = SamplingParams(max_tokens=10, temperature=0, ignore_eos=True)
 
@@ -26,7 +27,7 @@ def llm(trained_model: Path) -> LLM:
 
 
 def assert_idle(llm: LLM) -> None:
-    assert not llm.engine.has_work and llm.engine.cache.is_idle
+    assert not llm.engine.has_work and is_idle(llm.engine.cache)
     llm.engine.cache.check_integrity()
 
 

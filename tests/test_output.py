@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from unittest import mock
 
 import pytest
 import tokenizers
@@ -105,6 +106,7 @@ def play(outputs: OutputBuilder, results: Iterator[SpanResult]) -> list[Completi
     for one in results:
         kept = outputs.add(one)
         output = outputs.completion
+        outputs.reported()
         text += output.new_text
         assert output.text == text
         assert kept == one.token_ids[: len(kept)]
@@ -269,6 +271,7 @@ def test_what_was_held_back_is_released_when_the_text_ends(
     outputs = builder(["abcend", "nda"])
     outputs.add(result(ids("x", "abc", "en")))
     assert outputs.completion.text == "x"
+    outputs.reported()
     outputs.add(result(last, reason))
     released = "abcen" + ("a" if reason is LENGTH else "")
     assert outputs.completion.new_text == released
@@ -301,7 +304,7 @@ def test_a_step_without_tokens_changes_nothing() -> None:
     outputs.add(result(ids("x")))
     assert outputs.add(SpanResult(0)) == ()
     output = outputs.completion
-    assert (output.text, output.new_text, len(output.rounds)) == ("x", "", 1)
+    assert (output.text, output.new_text, len(output.rounds)) == ("x", "x", 1)
 
 
 def test_without_a_tokenizer_tokens_are_kept_and_the_text_is_empty() -> None:
@@ -322,6 +325,7 @@ def test_an_abort_shows_what_was_held_back_and_nothing_twice() -> None:
     outputs = builder(["end"])
     outputs.add(result(ids("x", "en")))
     shown = outputs.completion.new_text
+    outputs.reported()
     outputs.abort()
     output = outputs.completion
     assert (shown, output.new_text, output.text) == ("x", "en", "xen")
@@ -388,3 +392,24 @@ def test_what_has_been_reported_is_not_new_again() -> None:
     assert outputs.completion.new_text == "xy"
     outputs.reported()
     assert (outputs.completion.new_text, outputs.completion.text) == ("", "xy")
+
+
+def test_what_is_not_reported_stays_new_through_later_steps_and_an_abort() -> None:
+    outputs = builder(["end"])
+    outputs.add(result(ids("x")))
+    outputs.add(result(ids("y", "a")))
+    outputs.add(SpanResult(0))
+    assert outputs.completion.new_text == "xya"
+    outputs.add(result(ids("en")))
+    outputs.abort()
+    assert outputs.completion.new_text == outputs.completion.text == "xyaen"
+
+
+def test_a_text_is_not_whole_where_taking_tokens_failed_half_way() -> None:
+    outputs = builder(["end"])
+    outputs.add(result(ids("x")))
+    assert outputs.is_whole
+    fails = mock.patch.object(outputs, "_show", side_effect=[None, MemoryError])
+    with fails, pytest.raises(MemoryError):
+        outputs.add(result(ids("y", "a")))
+    assert not outputs.is_whole

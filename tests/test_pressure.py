@@ -1,7 +1,8 @@
 """The scheduler and the cache under pressure: random worlds, held against the contract.
 
-A world is a scheduler, a cache, users, and a device that knows the truth; see pressure/world.py for
-what it checks. Every fault of pressure/mutations.py must be noticed by the same worlds.
+A world is a scheduler, a cache, users, and a device that knows the truth; pressure/contract.py says
+what every plan is held against. Every fault of pressure/mutations.py must be noticed by the same
+worlds.
 """
 
 from __future__ import annotations
@@ -10,7 +11,8 @@ from collections import Counter
 
 import pytest
 
-from tests.pressure.mutations import MUTATIONS, Mutation
+from tests.pressure.mutation import Mutation
+from tests.pressure.mutations import MUTATIONS
 from tests.pressure.world import World
 
 NUM_STEPS = 300

@@ -103,6 +103,31 @@ def test_control_characters_in_the_text_do_not_reach_the_terminal() -> None:
     assert painted([(b"", 0, bytes([byte])) for byte in text.encode()], text) == "a␛[2J\n\tb␡"
 
 
+@pytest.mark.parametrize(
+    ("steering", "shown"),
+    [
+        ("\x1b[2J", "␛[2J"),
+        ("\x07", "␇"),
+        ("\r", "␍"),
+        ("\x9b2J", "\ufffd2J"),  # CSI in one character
+        ("\x90q\x9c", "\ufffdq\ufffd"),  # a device control string and its end
+        ("\x80\x85\x9f\xa0é", "\ufffd\ufffd\ufffd\xa0é"),
+    ],
+)
+def test_what_steers_a_terminal_is_shown_and_not_obeyed(steering: str, shown: str) -> None:
+    assert render.harmless(steering) == shown
+    result = output([(b"", 0, bytes([byte])) for byte in steering.encode()], steering)
+    assert TextPainter(TOKENIZER, color=False, at_terminal=True).push(result) == shown
+    assert TextPainter(TOKENIZER, color=False).push(result) == steering  # a pipe gets the text
+
+
+def test_an_error_steers_no_terminal_whatever_it_quotes() -> None:
+    error = ValueError("the server says \x1b]0;title\x07\x9b2J\nand more")
+    assert render.error_line(error) == (
+        "outrider: error: the server says ␛]0;title␇\ufffd2J and more"
+    )
+
+
 def test_text_that_a_stop_string_may_take_back_is_held_and_then_cut() -> None:
     rounds = [(b"bcd", 3, b"bcde")]
     painter = TextPainter(TOKENIZER, color=True)

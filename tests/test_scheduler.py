@@ -14,6 +14,7 @@ from outrider.params import SamplingParams
 from outrider.request import Request, Sequence, Status
 from outrider.scheduler import Scheduler, SchedulerConfig
 from outrider.spec.policy import num_drafts_to_propose, num_drafts_to_verify
+from tests.pools import is_idle
 
 TOKEN = 7
 
@@ -100,9 +101,6 @@ def ids(spans: tuple[Span, ...]) -> list[int]:
     return [span.sequence_id for span in spans]
 
 
-# --- Prompts ---
-
-
 def test_a_prompt_that_fits_the_budget_runs_in_one_span_that_samples() -> None:
     bench = Bench()
     sequence = bench.add(50)
@@ -183,9 +181,6 @@ def test_a_prompt_of_30000_tokens_takes_its_budget_of_a_step_and_no_round_from_o
         assert ids(batch.prefill)[0] == 1 and (number == num_steps - 1 or later.slot is None)
     assert short.num_committed == 11 + num_steps
     assert later.slot is not None  # it shared the last chunk's budget
-
-
-# --- Rounds ---
 
 
 def test_every_decoding_sequence_runs_in_every_step_oldest_first() -> None:
@@ -275,7 +270,7 @@ def test_no_draft_is_verified_past_the_end_and_the_text_ends_exactly_there(
                 assert num_committed + span.effects.num_drafts + 1 <= 5 + max_tokens
         assert sequence.num_committed == 5 + max_tokens
         assert sequence.finish_reason is FinishReason.LENGTH
-        assert bench.cache.is_idle
+        assert is_idle(bench.cache)
 
 
 @pytest.mark.parametrize(
@@ -298,9 +293,6 @@ def test_drafts_to_propose_leave_room_for_two_more_tokens(
     assert num_drafts_to_propose(wanted, num_committed, limit) == expected
 
 
-# --- Commit ---
-
-
 def test_a_stop_string_commits_fewer_tokens_than_the_device_did() -> None:
     bench = Bench(num_drafts=3)
     sequence = bench.add(10)
@@ -311,7 +303,7 @@ def test_a_stop_string_commits_fewer_tokens_than_the_device_did() -> None:
     bench.scheduler.commit(span, result, result.token_ids[:2], FinishReason.STOP)
     assert sequence.output_token_ids == [TOKEN] * 3
     assert sequence.status is Status.FINISHED and sequence.finish_reason is FinishReason.STOP
-    assert bench.cache.is_idle and not bench.scheduler.has_work
+    assert is_idle(bench.cache) and not bench.scheduler.has_work
 
 
 def test_computed_positions_follow_the_chunks_and_then_stay_one_behind() -> None:
@@ -324,9 +316,6 @@ def test_computed_positions_follow_the_chunks_and_then_stay_one_behind() -> None
     assert seen == [(16, 40), (32, 40), (40, 41), (42, 43), (44, 45)]
 
 
-# --- Ends that come from outside ---
-
-
 @pytest.mark.parametrize("num_steps", [0, 1, 2, 4])
 def test_a_sequence_may_be_ended_while_it_waits_prefills_or_decodes(num_steps: int) -> None:
     bench = Bench(budget=16, num_slots=1)
@@ -335,11 +324,8 @@ def test_a_sequence_may_be_ended_while_it_waits_prefills_or_decodes(num_steps: i
         bench.step()
     bench.scheduler.finish(first, FinishReason.ABORT)
     assert first.finish_reason is FinishReason.ABORT and first.slot is None
-    assert bench.cache.is_idle
+    assert is_idle(bench.cache)
     assert ids(bench.step().prefill) == [second.sequence_id]
-
-
-# --- Memory runs out ---
 
 
 def test_the_youngest_running_sequence_gives_way() -> None:
@@ -414,7 +400,7 @@ def test_every_sequence_comes_to_its_end_in_any_memory_that_holds_the_longest(se
     for sequence, (prompt, most) in zip(bench.sequences, wishes, strict=True):
         assert sequence.num_committed == prompt + most
         assert sequence.finish_reason is FinishReason.LENGTH
-    assert bench.cache.is_idle
+    assert is_idle(bench.cache)
     bench.cache.check_integrity()
 
 

@@ -52,8 +52,6 @@ STOP, LENGTH = FinishReason.STOP, FinishReason.LENGTH
 TOKENIZER = tokenizer()
 NONE_ALLOWED: set[int] = set()
 
-# --- Matchers ---
-
 
 def compiler() -> GrammarCompiler:
     return GrammarCompiler(TOKENIZER, VOCAB_SIZE, (END,))
@@ -172,8 +170,6 @@ def test_without_xgrammar_the_error_says_what_to_install(monkeypatch: pytest.Mon
     with pytest.raises(RequestError, match=r"xgrammar.*pip install 'outrider\[grammar\]'"):
         regex("a")
 
-
-# --- Texts ---
 
 SCHEMA = {
     "type": "object",
@@ -513,9 +509,6 @@ def test_a_text_ends_in_a_dead_end_of_its_grammar_and_its_neighbours_go_on(model
     assert len(plain[1].token_ids) == 20
     texts = [(5, 6, A, END, END, END, END), *texts_of(asks, plain)[1:]]
     assert_same(scripted(model, asks, 4, right, texts), plain)
-
-
-# --- Refusals ---
 
 
 @needs_xgrammar

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -72,7 +73,22 @@ def test_what_was_written_is_read_again(tmp_path: Path) -> None:
 
 def test_a_request_that_failed_leaves_no_output() -> None:
     failed = RequestOutput.failed("request", TraceFileError("x"))
-    assert trace_file.record(empty_run(), ["a"], [failed], tokenizer()).outputs == []
+    assert trace_file.record(empty_run(), ["a"], [failed], tokenizer()).outputs == ()
+
+
+def test_a_run_is_not_changed_by_what_is_recorded_of_it() -> None:
+    run = empty_run()
+    failed = RequestOutput.failed("request", TraceFileError("x"))
+    done = RequestOutput("r", (1,), (Completion(finish_reason=FinishReason.ABORT),))
+    whole = trace_file.record(run, ["a", "b"], [failed, done], tokenizer())
+    assert whole.outputs == (RecordedOutput(1, 0, "b", "abort"),)
+    assert run == empty_run() and run.outputs == ()
+
+
+def test_a_text_that_has_not_ended_is_not_recorded_as_if_it_had() -> None:
+    running = RequestOutput("r", (1,), (Completion(finish_reason=None),))
+    with pytest.raises(AssertionError, match="where the text has ended"):
+        trace_file.record(empty_run(), ["a"], [running], tokenizer())
 
 
 def lines() -> list[dict[str, Any]]:
@@ -102,7 +118,23 @@ FAULTS: list[tuple[int, dict[str, Any], str]] = [
     (4, {"tokens": [{"id": 3, "text": "", "x": 1}]}, "line 4: tokens[0]: no such field: got 'x'"),
     (4, {"rejected": ["x"]}, "line 4: rejected: got 1; allowed: 0 or 2 texts"),
     (4, {"rejected": [1, 2]}, "line 4: rejected: got [1, 2]; allowed: a list of texts"),
-    (4, {"seconds": -1}, "line 4: seconds: got -1; allowed: a number of seconds of at least 0"),
+    (
+        4,
+        {"seconds": -1},
+        "line 4: seconds: got -1; allowed: a number of seconds from 0 to 10000000",
+    ),
+    (4, {"seconds": 10**400}, "line 4: seconds: got 1000"),
+    (4, {"seconds": 1e9}, "line 4: seconds: got 1000000000.0; allowed: a number of seconds from 0"),
+    (4, {"started": 1e17}, "line 4: started: got 1e+17; allowed: a number of seconds from 0"),
+    (1, {"model": "\ud800"}, "line 1: model: got '\\ud800'; allowed: a text"),
+    (1, {"method": "a\udfff"}, "line 1: method: got 'a\\udfff'; allowed: a text or null"),
+    (2, {"prompt": "\udc00\ud800"}, "line 2: prompt: got '\\udc00\\ud800'; allowed: a text"),
+    (
+        4,
+        {"rejected": ["x", "\udbff"]},
+        "line 4: rejected: got ['x', '\\udbff']; allowed: a list of",
+    ),
+    (4, {"tokens": [{"id": 3, "text": "\ud800"}]}, "line 4: tokens[0]: text: got '\\ud800'"),
     (4, {"seconds": float("nan")}, "line 4: seconds: got nan; allowed: a number of seconds"),
     (4, {"started": float("inf")}, "line 4: started: got inf; allowed: a number of seconds"),
     (4, {"parts": {"verify": 1, "commit": 1}}, "line 4: parts: draft is missing"),
@@ -149,6 +181,57 @@ def test_what_is_no_recorded_run_is_one_line_and_exit_code_2(
     assert message in printed.err and str(path) in printed.err
 
 
+@pytest.mark.parametrize(
+    ("started", "seconds"),
+    [(1e7, 0.0), (1e7, 1e-9), (0.0, 1e7), (1e7, 1e7), (9_999_999.5, 0.25), (0.1, 1e-6)],
+)
+@pytest.mark.parametrize("count", [1, 2000])
+def test_whatever_can_be_read_can_be_reported(
+    started: float, seconds: float, count: int, tmp_path: Path
+) -> None:
+    entries = lines()
+    entries[-1] |= {"started": started, "seconds": seconds, "parts": None}
+    entries[-1]["tokens"] = [{"id": 1, "text": "\U0010ffff"}] * 2
+    path, page = tmp_path / "run.jsonl", tmp_path / "out.html"
+    entries += [entries[-1]] * (count - 1)
+    path.write_text("".join(json.dumps(entry) + "\n" for entry in entries))
+    assert main(["trace", str(path)]) == 0
+    assert main(["trace", str(path), "--html", str(page)]) == 0
+    ticks = page.read_text().count('<line class="axis"')
+    assert 3 <= ticks <= 3 + 24000 / 100  # three of the other chart; none closer than 110 pixels
+
+
+def test_a_report_does_not_overwrite_its_recording(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, link, hard = (tmp_path / name for name in ("run.jsonl", "link", "hard"))
+    trace_file.write(recorded(), path)
+    link.symlink_to(path)
+    hard.hardlink_to(path)
+    before = path.read_bytes()
+    for out in (path, link, hard, tmp_path / "." / "run.jsonl"):
+        assert main(["trace", str(path), "--html", str(out)]) == 2
+        assert "--html would overwrite what is read: got" in capsys.readouterr().err
+    assert path.read_bytes() == before
+
+
+def test_a_run_that_fails_leaves_no_recording_and_no_prompt_is_overwritten(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, old, link = (tmp_path / name for name in ("run.jsonl", "old.jsonl", "link"))
+    old.write_text("an older run")
+    link.symlink_to(tmp_path / "target")
+    for out in (path, old, link):
+        words = ["generate", str(tmp_path / "no-model"), "--prompt", "a", "--trace-file", str(out)]
+        assert main(words) == 2
+    assert not path.exists() and not (tmp_path / "target").exists()
+    assert link.is_symlink() and old.read_text() == "an older run"
+    words = ["generate", "M", "--prompt-file", str(old), "--trace-file", str(old)]
+    assert main(words) == 2
+    assert "--trace-file would overwrite what is read" in capsys.readouterr().err
+    assert old.read_text() == "an older run"
+
+
 def test_a_file_that_is_not_there_is_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -157,7 +240,6 @@ def test_a_file_that_is_not_there_is_named(
 
 
 def test_an_output_without_rounds_is_fine(tmp_path: Path) -> None:
-    run = empty_run()
-    run.outputs.append(RecordedOutput(0, 0, "a", "abort"))
+    run = replace(empty_run(), outputs=(RecordedOutput(0, 0, "a", "abort"),))
     trace_file.write(run, tmp_path / "run.jsonl")
     assert trace_file.read(tmp_path / "run.jsonl") == run

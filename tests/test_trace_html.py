@@ -19,8 +19,8 @@ EVIL = "<img src=x onerror='alert(1)'></span><script>alert(1)</script>&amp;\"$ti
 
 
 def run_of(*rounds: RecordedRound, prompt: str = "p", model: str = "a model") -> RecordedRun:
-    output = RecordedOutput(0, 0, prompt, "length", list(rounds))
-    return RecordedRun(model, "mtp", 2, "cpu", [output])
+    output = RecordedOutput(0, 0, prompt, "length", rounds)
+    return RecordedRun(model, "mtp", 2, "cpu", (output,))
 
 
 def a_round(parts: tuple[float, float, float] | None, text: str = "t") -> RecordedRound:
@@ -94,7 +94,9 @@ def test_lanes_stand_at_their_times() -> None:
 def test_a_run_without_outputs_or_drafts_has_a_report() -> None:
     empty = trace_html.report(RecordedRun("a model", None, 0, "cuda"))
     assert "Nothing was drafted." in empty and "no drafts, on cuda" in empty
-    aborted = RecordedRun("m", "mtp", 2, "cpu", [RecordedOutput(0, 0, "p", "abort")])
+    for kind in ("drafted", "corrected", "bonus", "plain"):
+        assert f'<span class="token {kind}"' in empty  # the legend
+    aborted = RecordedRun("m", "mtp", 2, "cpu", (RecordedOutput(0, 0, "p", "abort"),))
     assert "No round ran." in trace_html.report(aborted)
 
 

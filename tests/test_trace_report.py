@@ -48,6 +48,11 @@ def solved(successes: int, trials: int, z: float) -> tuple[float, float]:
     return edge(share, 0.0), edge(share, 1.0)
 
 
+def test_the_name_of_a_model_does_not_steer_the_terminal() -> None:
+    lines = summary_lines(RecordedRun("\x1b[2Jevil\x9b", None, 0, "cpu"))
+    assert lines[0] == "␛[2Jevil\ufffd: 0 tokens in 0 passes"
+
+
 @pytest.mark.parametrize(
     ("successes", "trials"), [(0, 1), (1, 1), (0, 10), (10, 10), (3, 7), (37, 52), (5000, 10_000)]
 )
@@ -99,7 +104,9 @@ def test_a_plain_round_had_no_draft() -> None:
 
 def test_the_summary_has_intervals_and_reasons() -> None:
     rounds = [a_round(0, 0), a_round(2, 2), a_round(2, 1), a_round(2, 1), a_round(2, 2, 1)]
-    run = RecordedRun("a model", "mtp", 2, "cpu", [RecordedOutput(0, 0, "p", "stop", rounds)])
+    run = RecordedRun(
+        "a model", "mtp", 2, "cpu", (RecordedOutput(0, 0, "p", "stop", tuple(rounds)),)
+    )
     assert stop_counts(run.outputs) == {
         "rejected at 2": 2,
         "prompt pass": 1,

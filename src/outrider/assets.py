@@ -7,18 +7,18 @@ import hashlib
 import re
 from importlib import resources
 
-_PART = re.compile(r"/\* ([\w.]+\.(?:css|js)) \*/")
+_PART = re.compile(r"/\* ([\w.]+\.(?:css|js)) \*/|<!-- ([\w.]+\.html) -->")
 """Where a page has the text of another file of the folder."""
 
 
 def page(name: str) -> str:
-    """A page of the folder `web` as one document: styles and scripts are put in their places."""
+    """A page of the folder `web` as one document: what it shares is put in its places."""
     folder = resources.files("outrider").joinpath("web")
 
     def text(part: str) -> str:
         return folder.joinpath(part).read_text(encoding="utf-8")
 
-    return _PART.sub(lambda place: text(place[1]), text(name))
+    return _PART.sub(lambda place: text(place[1] or place[2]), text(name))
 
 
 def content_policy(text: str, connects: str = "'none'") -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from types import TracebackType
 from typing import Any, Protocol
 
@@ -134,11 +134,6 @@ class AsyncLLM:
         """What the engine said of itself when it had loaded the model; None before."""
         return self._facts
 
-    @property
-    def num_open(self) -> int:
-        """Requests that have not ended."""
-        return len(self._streams)
-
     async def ready(self) -> Ready:
         """Wait until the model is loaded; returns what the engine says of itself.
 
@@ -255,6 +250,7 @@ class AsyncLLM:
             self._ended.set()
             if self._observer is not None:
                 self._observer.request_ended(stream)
+            stream.note_end()
 
     def _receive(self, message: FromEngine) -> None:
         match message:
@@ -326,6 +322,8 @@ class RequestStream:
         self._deltas: list[RequestDelta] = []
         self._news = asyncio.Event()
         self._accepted = False
+        self._has_ended = False
+        self._at_end: Callable[[], None] | None = None
         self._error: OutriderError | None = None
 
     def __aiter__(self) -> RequestStream:
@@ -359,6 +357,16 @@ class RequestStream:
         if self._llm.cancel(self):
             self.fail(error)
 
+    def call_at_end(self, callback: Callable[[], None]) -> None:
+        """Call once the engine has nothing more to do for the request, however it ended.
+
+        What has come may not have been taken by then. Called at once where it has ended already.
+        """
+        if self._has_ended:
+            callback()
+        else:
+            self._at_end = callback
+
     @property
     def finish_reasons(self) -> tuple[FinishReason | None, ...]:
         """Of each output, as far as the deltas were taken."""
@@ -375,6 +383,12 @@ class RequestStream:
         self._news.set()
         if self._growing.note_ends(delta):
             self._llm.forget(self)
+
+    def note_end(self) -> None:
+        """The request has ended. For AsyncLLM."""
+        self._has_ended = True
+        if self._at_end is not None:
+            self._at_end()
 
     def fail(self, error: OutriderError) -> None:
         """Nothing more will come. For AsyncLLM."""

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from outrider.checks import check_writable
 from outrider.errors import ConfigError
 from outrider.layers.rows import DeltaCacheSpec, LayerCacheSpec
 from outrider.models.base import CausalLM
@@ -159,14 +160,7 @@ class ResultFile:
         self._path = path
         self.context = dict(context)
         if path is not None:
-            try:
-                path.open("a", encoding="utf-8").close()
-            except OSError as error:
-                raise ConfigError(
-                    f"results cannot be written ({error})",
-                    got=str(path),
-                    hint="name a file in a folder that exists",
-                ) from error
+            check_writable(ConfigError, "results", path)
 
     def write(self, result: Mapping[str, Any]) -> None:
         """Append one line."""

@@ -1,7 +1,8 @@
 """`outrider chat`: a conversation in the terminal, with a local model or with a server.
 
-On a terminal, Ctrl-C stops an answer and the program goes on; elsewhere every line of standard
-input is a message, answers go to standard output, and everything else to standard error.
+On a terminal there are commands, and Ctrl-C stops an answer and the program goes on. Elsewhere
+every line of standard input that is not blank is a message, whatever it begins with; answers go to
+standard output, and everything else to standard error.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
+import signal
 import sys
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
@@ -35,6 +37,7 @@ from outrider.errors import ConfigError, OutriderError, RequestError
 from outrider.http_client import ApiClient
 from outrider.llm import LLM
 from outrider.params import SamplingParams
+from outrider.tokenizer import CONVERSATION_VARIABLES
 from outrider.trace import SpeculationStats
 
 SAMPLING_FIELDS = (
@@ -60,9 +63,6 @@ _SPECULATION_FIELDS = {
     "draft_sampling": "draft_sampling",
 }
 """Their names in the object `speculation` of a request."""
-
-_OWN_VARIABLES = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
-"""Of chat templates."""
 
 _OK, _PARTIAL = 0, 1
 _MOST_DRAFTS_SHOWN = 4
@@ -101,6 +101,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Talk until the input ends; returns the exit code."""
     is_terminal = sys.stdin.isatty() and sys.stdout.isatty()
+    if is_terminal and signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        # Inherited from a script that ran this in the background; Ctrl-C is a key of ours.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     color = render.use_color(args.color, sys.stdout, os.environ)
     source = _source(args, color)
     dims = render.use_color(args.color, sys.stderr, os.environ)
@@ -111,7 +114,7 @@ def run(args: argparse.Namespace) -> int:
 def _source(args: argparse.Namespace, color: bool) -> Source:
     engine = given(args, EngineConfig)
     sampling = sampling_options(args)
-    own = sorted(_OWN_VARIABLES & set(args.chat_template_kwargs))
+    own = sorted(set(CONVERSATION_VARIABLES) & set(args.chat_template_kwargs))
     if own:
         raise ConfigError("--chat-template-kwargs: these are the conversation's own", got=own)
     if args.url is None:
@@ -159,9 +162,9 @@ class Screen:
     color: bool = False
     notes_color: bool = False
 
-    def note(self, text: str, code: str = render.DIM) -> None:
+    def note(self, text: str) -> None:
         """A line beside the conversation."""
-        shown = render.paint(text, code if self.notes_color else "")
+        shown = render.paint(render.harmless(text), render.DIM if self.notes_color else "")
         print(shown, file=self.notes, flush=True)
 
 
@@ -187,7 +190,7 @@ class Session:
         }
 
     def handle(self, line: str) -> bool:
-        """One line of input, a command or a message; False where it ends the session.
+        """One line typed at a terminal, a command or a message; False where it ends the session.
 
         A message that begins with // begins with / for the model.
 
@@ -206,10 +209,11 @@ class Session:
                 raise RequestError("no such command", got=name, allowed=[*self._commands, "/quit"])
             self._commands[name][1](rest.strip())
             return True
-        self._ask(line.removeprefix("/") if text.startswith("//") else line)
+        self.ask(line.removeprefix("/") if text.startswith("//") else line)
         return True
 
-    def _ask(self, question: str) -> None:
+    def ask(self, question: str) -> None:
+        """One message, whatever it looks like; raises as `handle` does."""
         system = [] if self._system is None else [{"role": "system", "content": self._system}]
         asked = {"role": "user", "content": question}
         answer = self.source.answer([*system, *self.messages, asked])
@@ -248,7 +252,7 @@ class Session:
             self.screen.note(f"{name:9}{text}")
         self.screen.note("/quit    end, as the end of the input does")
         if self.screen.color:
-            self.screen.note(render.legend(_MOST_DRAFTS_SHOWN), "")
+            print(render.legend(_MOST_DRAFTS_SHOWN), file=self.screen.notes, flush=True)
 
 
 class _Printer:
@@ -257,6 +261,7 @@ class _Printer:
     def __init__(self, screen: Screen) -> None:
         self._out = screen.out
         self._color = screen.color
+        self._cleans = screen.color or screen.out.isatty()
         self._content: list[str] = []
         self._in_reasoning = False
         self._at_line_start = True
@@ -277,7 +282,7 @@ class _Printer:
                 self._turn(span.is_reasoning)
             if not span.is_reasoning:
                 self._content.append(span.text)
-            shown = render.harmless(span.text) if self._color else span.text
+            shown = render.harmless(span.text) if self._cleans else span.text
             code = render.DIM if span.is_reasoning else span.code
             self._write(shown, code if self._color else "")
 
@@ -342,8 +347,10 @@ def _on_lines(session: Session, lines: TextIO) -> int:
     while True:
         try:
             line = lines.readline()
-            if not line or not session.handle(line.removesuffix("\n")):
+            if not line:
                 return code
+            if line.strip():
+                session.ask(line.removesuffix("\n"))
         except UnicodeDecodeError as error:
             raise RequestError(f"the input is not text ({error})") from error
         except OutriderError as error:

@@ -5,6 +5,7 @@ Both turn a conversation into pieces of text as they come. Knows neither termina
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import closing
@@ -12,6 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from outrider import render
+from outrider.api_fields import ApiFields
 from outrider.errors import ConfigError, ServerError
 from outrider.http_client import ApiClient
 from outrider.llm import LLM
@@ -20,6 +22,9 @@ from outrider.trace import Origin, SpeculationStats, TokenOrigin
 
 Message = dict[str, str]
 """Role and content."""
+
+_OWN_ORIGINS = tuple(origin.value for origin in Origin if origin is not Origin.DRAFTED)
+"""Of the target's own tokens."""
 
 
 @dataclass(frozen=True)
@@ -132,15 +137,15 @@ class ServerModel:
         color: ask an Outrider server who chose each token.
 
     Raises:
-        ServerError: the server cannot be reached, or lists no model.
+        ServerError: the server cannot be reached, lists no model, or speaks something else.
         ConfigError: it has no model of this name.
     """
 
     def __init__(
         self, client: ApiClient, model: str | None, fields: Mapping[str, Any], color: bool
     ) -> None:
-        listed = client.get("/models").get("data")
-        models = {str(entry["id"]): entry for entry in listed or () if "id" in entry}
+        listed = ApiFields(client.get("/models")).objects("data")
+        models = {name: entry for entry in listed if (name := entry.text("id"))}
         if not models:
             raise ServerError("the server lists no model", got=client.url)
         if model is not None and model not in models:
@@ -148,7 +153,7 @@ class ServerModel:
         self.name = next(iter(models)) if model is None else model
         self._client = client
         self._fields = dict(fields)
-        if color and models[self.name].get("owned_by") == "outrider":
+        if color and models[self.name].text("owned_by") == "outrider":
             self._fields["outrider_trace"] = True
 
     def answer(self, messages: Sequence[Message]) -> Generator[Span, None, Turn]:
@@ -160,43 +165,47 @@ class ServerModel:
             "stream": True,
             "stream_options": {"include_usage": True},
         }
-        usage: dict[str, Any] = {}
-        block: dict[str, Any] = {}
-        reason = None
+        usage = block = ApiFields({})
+        reason = ""
         with closing(self._client.stream("/chat/completions", body | self._fields)) as events:
-            for event in events:
-                usage = event.get("usage") or usage
-                block = event.get("outrider") or block
-                for choice in event.get("choices", ()):
-                    reason = choice.get("finish_reason") or reason
-                    yield from _delta_spans(choice.get("delta") or {}, event.get("outrider") or {})
+            for event in map(ApiFields, events):
+                usage = event.inner("usage") if event.has("usage") else usage
+                block = event.inner("outrider") if event.has("outrider") else block
+                for choice in event.objects("choices"):
+                    reason = choice.text("finish_reason") or reason
+                    yield from _delta_spans(choice.inner("delta"), event.inner("outrider"))
         seconds = time.perf_counter() - started
         return Turn(_stats(usage, block), seconds, reason == "length")
 
 
-def _delta_spans(delta: Mapping[str, Any], block: Mapping[str, Any]) -> Iterator[Span]:
-    if delta.get("reasoning_content"):
-        yield Span(str(delta["reasoning_content"]), is_reasoning=True)
-    content = str(delta.get("content") or "")
-    tokens: list[dict[str, Any]] = block.get("tokens", [])
-    if content and content == "".join(token["text"] for token in tokens):
-        yield from (Span(token["text"], _code(token["origin"])) for token in tokens)
+def _delta_spans(delta: ApiFields, block: ApiFields) -> Iterator[Span]:
+    if reasoning := delta.text("reasoning_content"):
+        yield Span(reasoning, is_reasoning=True)
+    content = delta.text("content")
+    tokens = block.objects("tokens")
+    if content and content == "".join(token.text("text") for token in tokens):
+        yield from (Span(token.text("text"), _code(token)) for token in tokens)
     elif content:  # parts of it wait for what comes, or came before
         yield Span(content)
 
 
-def _code(origin: str) -> str:
-    """Of an origin as the server writes it, such as drafted:2."""
-    name, _, position = origin.partition(":")
-    return render.origin_code(TokenOrigin(Origin(name), int(position) if position else None))
+def _code(token: ApiFields) -> str:
+    """Of a token's origin as the server writes it, such as drafted:2."""
+    name, _, position = token.text("origin").partition(":")
+    is_position = re.fullmatch("[1-9][0-9]{0,5}", position) is not None
+    if name == Origin.DRAFTED.value and is_position:
+        return render.origin_code(TokenOrigin(Origin.DRAFTED, int(position)))
+    if position or name not in _OWN_ORIGINS:
+        token.fail("origin", f"{', '.join(_OWN_ORIGINS)} or drafted:POSITION")
+    return render.origin_code(TokenOrigin(Origin(name)))
 
 
-def _stats(usage: Mapping[str, Any], block: Mapping[str, Any]) -> SpeculationStats:
+def _stats(usage: ApiFields, block: ApiFields) -> SpeculationStats:
     return SpeculationStats(
-        num_passes=block.get("passes", 0),
-        num_rounds=block.get("rounds", 0),
-        num_drafted=block.get("drafted", 0),
-        num_accepted=block.get("accepted", 0),
-        accepted_per_position=tuple(block.get("accepted_per_position", ())),
-        num_tokens=usage.get("completion_tokens", 0),
+        num_passes=block.count("passes"),
+        num_rounds=block.count("rounds"),
+        num_drafted=block.count("drafted"),
+        num_accepted=block.count("accepted"),
+        accepted_per_position=block.counts("accepted_per_position"),
+        num_tokens=usage.count("completion_tokens"),
     )

@@ -15,6 +15,7 @@ from outrider.errors import ConfigError, OutriderError
 from outrider.llm import LLM
 from outrider.output import RequestOutput, total_speculation
 from outrider.params import SamplingParams
+from outrider.render import harmless
 from outrider.trace import SpeculationStats
 
 
@@ -162,7 +163,7 @@ def describe_model(llm: LLM) -> str:
 def print_report(report: CheckReport, stream: TextIO) -> None:
     """Say what was found, for a person."""
     if report.error is not None:
-        print(f"could not run: {report.error}", file=stream)
+        print(harmless(f"could not run: {report.error}"), file=stream)
         return
     stats = report.speculation
     print(f"model        {report.model}", file=stream)

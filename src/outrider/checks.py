@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import cast
 
 from outrider.errors import OutriderError
@@ -75,3 +76,33 @@ def as_tuple(error: type[OutriderError], name: str, value: object) -> tuple[obje
     if isinstance(value, str | bytes) or not isinstance(value, Sequence):
         raise error(name, got=value, allowed="a list or a tuple")
     return tuple(cast(Sequence[object], value))
+
+
+def check_writable(error: type[OutriderError], name: str, path: Path) -> None:
+    """A file that can be written. What is there stays as it is, and nothing is left where none was.
+
+    Args:
+        name: what would be written, for "cannot write ...".
+    """
+    try:
+        is_new = not path.exists()
+        path.open("a", encoding="utf-8").close()
+        if is_new:
+            path.resolve().unlink()  # the file, where the path is a link to none
+    except OSError as fault:
+        raise error(
+            f"cannot write {name} ({fault.strerror})",
+            got=str(path),
+            hint="name a file in a folder that exists",
+        ) from fault
+
+
+def check_overwrites_none(
+    error: type[OutriderError], flag: str, out: Path, sources: Iterable[Path]
+) -> None:
+    """A file that is not one of those that are read."""
+    for source in sources:
+        if out.exists() and source.exists() and out.samefile(source):
+            raise error(
+                f"{flag} would overwrite what is read", got=str(out), hint="name another file"
+            )

@@ -89,20 +89,7 @@ def build_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
     generate = commands.add_parser("generate", help="continue one prompt or several")
-    prompts = generate.add_argument_group("prompts", "one or more, in the order given")
-    prompts.add_argument("--prompt", dest="prompts", action="append", metavar="TEXT")
-    prompts.add_argument(
-        "--prompt-file",
-        dest="prompts",
-        action="append",
-        type=Path,
-        metavar="FILE",
-        help="all of a file is one prompt, its last newline included; - is standard input",
-    )
-    generate.add_argument("--json", action="store_true", help="print a JSON object per output")
-    trace_command.add_trace_file(generate)
-    add_engine_flags(generate)
-    add_sampling_flags(generate)
+    _add_generate_arguments(generate)
 
     serve = commands.add_parser("serve", help="serve a model to clients of OpenAI's API")
     add_engine_flags(serve)
@@ -145,6 +132,23 @@ def build_parser() -> argparse.ArgumentParser:
         command.add_argument("--verbose", action="store_true", help="log what the engine does")
         command.set_defaults(run=run)
     return parser
+
+
+def _add_generate_arguments(parser: argparse.ArgumentParser) -> None:
+    prompts = parser.add_argument_group("prompts", "one or more, in the order given")
+    prompts.add_argument("--prompt", dest="prompts", action="append", metavar="TEXT")
+    prompts.add_argument(
+        "--prompt-file",
+        dest="prompts",
+        action="append",
+        type=Path,
+        metavar="FILE",
+        help="all of a file is one prompt, its last newline included; - is standard input",
+    )
+    parser.add_argument("--json", action="store_true", help="print a JSON object per output")
+    trace_command.add_trace_file(parser)
+    add_engine_flags(parser)
+    add_sampling_flags(parser)
 
 
 def _version() -> str:
@@ -247,7 +251,7 @@ def _run_batch(llm: LLM, prompts: list[str], params: SamplingParams) -> list[Req
 
 
 def _stream(llm: LLM, prompt: str, params: SamplingParams, color: bool) -> RequestOutput:
-    painter = render.TextPainter(llm.tokenizer, color)
+    painter = render.TextPainter(llm.tokenizer, color, sys.stdout.isatty())
     output = None
     for output in llm.stream(prompt, params):
         sys.stdout.write(painter.push(output.completions[0]))
@@ -268,7 +272,8 @@ def _print_output(
                 which = f", output {completion.index + 1}" if len(output.completions) > 1 else ""
                 heading = f"--- prompt {index + 1}{which}: {_shortened(prompts[index])} ---"
                 print(render.paint(heading, render.BOLD if color else ""))
-            print(render.TextPainter(llm.tokenizer, color).push(completion))
+            painter = render.TextPainter(llm.tokenizer, color, sys.stdout.isatty())
+            print(painter.push(completion))
 
 
 def _shortened(prompt: str) -> str:

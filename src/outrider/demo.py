@@ -186,7 +186,8 @@ def _prompt_lines(llm: LLM, number: int, comparison: Comparison, color: bool) ->
     """A prompt, its continuation, and how both runs fared."""
     prompt, speculative, plain = comparison.prompt, comparison.speculative, comparison.plain
     heading = render.paint(f"--- {number}. {prompt.title} ---", render.BOLD if color else "")
-    text = render.TextPainter(llm.tokenizer, color).push(speculative.completions[0])
+    painter = render.TextPainter(llm.tokenizer, color, sys.stdout.isatty())
+    text = painter.push(speculative.completions[0])
     lines = [
         heading,
         render.paint(prompt.text, render.DIM if color else "") + text,
@@ -196,7 +197,11 @@ def _prompt_lines(llm: LLM, number: int, comparison: Comparison, color: bool) ->
     difference = comparison.first_difference
     if difference is None:
         return [*lines, f"{without}, the same text"]
-    return [*lines, f"{without}, ANOTHER TEXT from output token {difference} on:", plain.text]
+    return [*lines, f"{without}, ANOTHER TEXT from output token {difference} on:", _shown(plain)]
+
+
+def _shown(output: RequestOutput) -> str:
+    return render.harmless(output.text) if sys.stdout.isatty() else output.text
 
 
 def summary_lines(comparisons: Sequence[Comparison], name: str) -> list[str]:

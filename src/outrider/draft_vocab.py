@@ -14,7 +14,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from outrider.checks import check_int
+from outrider.checks import check_int, check_overwrites_none
 from outrider.errors import CheckpointError, ConfigError
 from outrider.models.config import ModelConfig
 from outrider.models.files import resolve_checkpoint
@@ -70,6 +70,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Count, choose, write, and say what came of it."""
+    check_overwrites_none(ConfigError, "--out", args.out, args.texts)
     folder = resolve_checkpoint(args.model)
     config = ModelConfig.from_hf(folder)
     size = args.size

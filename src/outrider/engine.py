@@ -5,11 +5,18 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Sequence as SequenceABC
-from dataclasses import dataclass
 
 from outrider.batch import Batch, FinishReason
 from outrider.checks import check_text
 from outrider.config import EngineConfig
+from outrider.engine_failures import (
+    MOST_TRIES,
+    AloneWatch,
+    cannot_be_admitted,
+    cannot_be_reported,
+    half_taken_in,
+    ran_out_alone,
+)
 from outrider.engine_setup import (
     admission_rules,
     build_cache,
@@ -19,13 +26,8 @@ from outrider.engine_setup import (
     refuse_variant_shapes,
     set_threads,
 )
-from outrider.errors import (
-    CapacityError,
-    DrainingError,
-    OutriderError,
-    RequestError,
-    StuckRoundError,
-)
+from outrider.errors import DrainingError, OutriderError, RequestError, StuckRoundError
+from outrider.live import LiveOutput, LiveRequest
 from outrider.models.build import Checkpoint, load_target
 from outrider.models.config import ModelConfig
 from outrider.models.files import resolve_checkpoint
@@ -41,36 +43,6 @@ from outrider.structured import GrammarCompiler, GrammarMatcher
 from outrider.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass
-class _Output:
-    """One output of a request inside the engine."""
-
-    request: _Live
-    sequence: Sequence
-    builder: OutputBuilder
-    matcher: GrammarMatcher | None
-
-
-@dataclass
-class _Live:
-    """A request inside the engine."""
-
-    request_id: str
-    outputs: list[_Output]
-    error: OutriderError | None = None
-
-    def output(self) -> RequestOutput:
-        first = self.outputs[0].builder
-        return RequestOutput(
-            request_id=self.request_id,
-            prompt_token_ids=first.request.prompt_token_ids,
-            completions=tuple(output.builder.completion for output in self.outputs),
-            prompt_logprobs=first.prompt_logprobs,
-            error=self.error,
-            num_cached_tokens=self.outputs[0].sequence.num_cached,
-        )
 
 
 class Engine:
@@ -123,13 +95,14 @@ class Engine:
         if tokenizer is not None:
             eos = self.model_config.eos_token_ids
             self._grammars = GrammarCompiler(tokenizer, self.model_config.vocab_size, eos)
-        self._live: dict[str, _Live] = {}
-        self._by_sequence: dict[int, _Output] = {}
+        self._live: dict[str, LiveRequest] = {}
+        self._by_sequence: dict[int, LiveOutput] = {}
         self._num_sequences = 0
         self._in_flight: deque[Submission] = deque()
         self._draining = False
-        self._unreported: dict[str, _Live] = {}
-        self._ran_out_alone: Sequence | None = None
+        self._unreported: dict[str, LiveRequest] = {}
+        self._alone = AloneWatch()
+        self._num_failed_steps = 0  # in a row
         self._look_ahead = 0 if checkpoint.device.type == "cpu" else 1
         if config.look_ahead is not None:
             self._look_ahead = config.look_ahead
@@ -143,20 +116,28 @@ class Engine:
 
         With look-ahead a step submits one batch and takes in the results of an earlier one, so that
         the device always has something to do while the host works. A step that fails or is
-        interrupted loses nothing but time: what it left unfinished is computed again. One that
-        runs out of memory is tried again with fewer requests, down to a single one, which fails.
+        interrupted loses nothing but time: what it left unfinished is computed again, and what it
+        did not report is reported by a later step. Only a text whose tokens were half taken in
+        fails, alone. A step that runs out of memory is tried again with fewer requests, down to a
+        single one, which fails.
         """
         try:
-            return self._step()
+            outputs = self._step()
         except BaseException as error:
-            alone = self.scheduler.run_fewer() if ran_out_of_memory(error) else None
+            is_memory = ran_out_of_memory(error)
+            alone = self.scheduler.run_fewer() if is_memory else None
+            num_computed = 0 if alone is None else alone.num_computed
             self._recover()
-            if not ran_out_of_memory(error) or not self.scheduler.has_work:
+            self._num_failed_steps += 1
+            is_stuck = not self.scheduler.has_work and self._num_failed_steps >= MOST_TRIES
+            if not is_memory or is_stuck:
                 raise
             logger.warning("a step ran out of memory and is tried again (%s)", error)
-            if alone is not None:
-                self._memory_ran_out_for(alone, error)
+            if alone is not None and alone.status is not Status.FINISHED:
+                self._memory_ran_out_for(alone, num_computed, error)
             return []
+        self._num_failed_steps = 0
+        return outputs
 
     def _step(self) -> list[RequestOutput]:
         batch = self.scheduler.plan()
@@ -172,37 +153,24 @@ class Engine:
             self._commit_oldest(changed)
         return self._emit(changed)
 
-    def _fail_head(self, changed: dict[str, _Live]) -> None:
+    def _fail_head(self, changed: dict[str, LiveRequest]) -> None:
         """Nothing runs and nothing can be admitted: whoever is next would wait for ever."""
         head = self.scheduler.head
-        if head is None:
-            return
-        cache = self.cache
-        error = CapacityError(
-            f"request {head.request.request_id} cannot be admitted to an idle engine",
-            got=f"{head.num_committed} tokens, {cache.num_blocks_for(head.num_committed)} blocks",
-            allowed=f"{cache.num_available} of {cache.blocks.size} blocks, "
-            f"{cache.slots.num_free} of {cache.slots.size} slots",
-            hint="send a shorter prompt, or raise num_kv_blocks",
-        )
-        self._fail(self._by_sequence[head.sequence_id].request, error, changed)
+        if head is not None:
+            live = self._by_sequence[head.sequence_id].request
+            self._fail(live, cannot_be_admitted(head, self.cache), changed)
 
-    def _memory_ran_out_for(self, sequence: Sequence, error: BaseException) -> None:
-        """It had the engine to itself. A second time it fails; the first may have been bad luck."""
-        if self._ran_out_alone is not sequence:
-            self._ran_out_alone = sequence
-            return
-        self._ran_out_alone, cache = None, self.cache
-        report = CapacityError(
-            f"memory ran out while request {sequence.request.request_id} ran alone ({error})",
-            got=f"{sequence.num_committed} tokens, "
-            f"{cache.num_blocks_for(sequence.num_committed)} blocks",
-            allowed=f"{cache.blocks.size} blocks, and what is left beside the caches",
-            hint="send a shorter prompt, or lower max_prefill_tokens or num_kv_blocks",
-        )
-        self._fail(self._by_sequence[sequence.sequence_id].request, report, self._unreported)
+    def _memory_ran_out_for(
+        self, sequence: Sequence, num_computed: int, error: BaseException
+    ) -> None:
+        """It had the engine to itself, and had got as far as num_computed."""
+        if self._alone.ran_out_again(sequence.sequence_id, num_computed):
+            live = self._by_sequence[sequence.sequence_id].request
+            self._fail(live, ran_out_alone(sequence, self.cache, error), self._unreported)
 
-    def _fail(self, live: _Live, error: OutriderError, changed: dict[str, _Live]) -> None:
+    def _fail(
+        self, live: LiveRequest, error: OutriderError, changed: dict[str, LiveRequest]
+    ) -> None:
         """End a request with an error; it is reported by the next `_emit`."""
         live.error = error
         for output in live.outputs:
@@ -231,7 +199,7 @@ class Engine:
         submission = self.runner.submit(batch, self._masks(batch))
         self._in_flight.append(submission)
 
-    def _commit_oldest(self, changed: dict[str, _Live]) -> None:
+    def _commit_oldest(self, changed: dict[str, LiveRequest]) -> None:
         """Take in the results of the oldest batch in flight."""
         if not self._in_flight:
             return
@@ -253,14 +221,11 @@ class Engine:
                     output.matcher.advance(token_ids)
             except Exception as error:  # one text that cannot be handled is not the others' fault
                 logger.exception("request %s failed", output.request.request_id)
-                internal = RequestError(
-                    f"a fault while its tokens were taken in ({error!r})",
-                    got=f"{output.sequence.num_committed} tokens before",
-                )
-                self._fail(output.request, internal, changed)
+                self._fail(output.request, half_taken_in(output.sequence, error), changed)
                 self.scheduler.discard(span)
                 continue
             self.scheduler.commit(span, result, token_ids, output.builder.finish_reason)
+            self._alone.committed(span, output.sequence.num_computed)
             if token_ids:
                 changed[output.request.request_id] = output.request
 
@@ -276,16 +241,15 @@ class Engine:
         for live in list(self._live.values()):
             for output in live.outputs:
                 sequence, reason = output.sequence, output.builder.finish_reason
-                if output.builder.num_tokens != len(sequence.output_token_ids):
-                    error = RequestError("interrupted while its tokens were taken in")
-                    self._fail(live, error, self._unreported)
+                if live.error is None and output.is_half_taken_in:
+                    self._fail(live, half_taken_in(sequence), self._unreported)
                     break
                 if reason is not None and sequence.status is not Status.FINISHED:
                     self.scheduler.finish(sequence, reason)
             if all(output.builder.finish_reason is not None for output in live.outputs):
                 self._unreported[live.request_id] = live
 
-    def _give_up(self, error: StuckRoundError, changed: dict[str, _Live]) -> None:
+    def _give_up(self, error: StuckRoundError, changed: dict[str, LiveRequest]) -> None:
         """Results did not come: fail everybody instead of waiting, and say how things stood."""
         report = StuckRoundError(
             f"{error}; sequences: {'; '.join(self.scheduler.describe())}",
@@ -324,12 +288,12 @@ class Engine:
             request_id, prompt_token_ids, params, self._num_sequences
         )
         matchers = self._matchers(params, len(requests))
-        live = _Live(request_id, [])
+        live = LiveRequest(request_id, [])
         for index, (request, matcher) in enumerate(zip(requests, matchers, strict=True)):
             builder = OutputBuilder(request, self._admission.tokenizer, index)
             sequence = Sequence(self._num_sequences, request)
             self._num_sequences += 1
-            live.outputs.append(_Output(live, sequence, builder, matcher))
+            live.outputs.append(LiveOutput(live, sequence, builder, matcher))
         self._live[request_id] = live
         try:
             for output in live.outputs:
@@ -341,7 +305,11 @@ class Engine:
             raise
 
     def abort(self, request_id: str) -> RequestOutput | None:
-        """End a request now; None where no such request is running."""
+        """End a request now, and report on it.
+
+        None where no such request is running, or where there is no memory for the report now: a
+        later step makes it then.
+        """
         live = self._live.get(request_id)
         if live is None:
             return None
@@ -352,7 +320,10 @@ class Engine:
             # An interrupt may have come between the text's end and the sequence's.
             if output.sequence.status is not Status.FINISHED:
                 self.scheduler.finish(output.sequence, FinishReason.ABORT)
-        return self._emit({request_id: live})[0]
+        changed = {request_id: live}
+        outputs = self._emit(changed)
+        self._unreported |= changed
+        return outputs[0] if outputs else None
 
     def _matchers(self, params: SamplingParams, number: int) -> list[GrammarMatcher | None]:
         """One for each output, at the beginning of the grammar; None without one."""
@@ -371,20 +342,39 @@ class Engine:
                 masks[span.sequence_id] = output.matcher.masks(drafts)
         return masks
 
-    def _emit(self, changed: dict[str, _Live]) -> list[RequestOutput]:
-        """Report on requests, and forget those that have ended."""
-        outputs = [live.output() for live in changed.values()]
-        for live, report in zip(changed.values(), outputs, strict=True):
-            for output in live.outputs:
-                output.builder.reported()
-            if report.finished:
-                self._forget(live)
-        changed.clear()
+    def _emit(self, changed: dict[str, LiveRequest]) -> list[RequestOutput]:
+        """Report on requests, and forget those that have ended.
+
+        Nothing is taken for reported before all reports are made.
+        """
         if self.config.debug_checks:
             self.cache.check_integrity()
+        made = [(live, self._report(live, changed)) for live in list(changed.values())]
+        reports = [(live, report) for live, report in made if report is not None]
+        outputs = [report for _, report in reports]
+        for live, report in reports:
+            live.reported()
+            if report.finished:
+                self._forget(live)
+            changed.pop(live.request_id)
         return outputs
 
-    def _forget(self, live: _Live) -> None:
+    def _report(self, live: LiveRequest, changed: dict[str, LiveRequest]) -> RequestOutput | None:
+        """None where there is no memory for it now; after a few times the request fails."""
+        try:
+            return live.report()
+        except Exception as error:
+            if not ran_out_of_memory(error):
+                raise
+            live.num_failed_reports += 1
+            logger.warning("no memory to report on request %s (%s)", live.request_id, error)
+            if live.num_failed_reports < MOST_TRIES:
+                return None
+            failure = cannot_be_reported(live.outputs[0].sequence, error)
+            self._fail(live, failure, changed)
+            return RequestOutput.failed(live.request_id, failure)
+
+    def _forget(self, live: LiveRequest) -> None:
         self._live.pop(live.request_id, None)
         for output in live.outputs:
             self._by_sequence.pop(output.sequence.sequence_id, None)

@@ -75,11 +75,18 @@ class RequestError(OutriderError, ValueError):
 
 
 class CapacityError(OutriderError, RuntimeError):
-    """Memory that does not hold what it has to: one sequence of an engine, or one request."""
+    """Memory that does not hold what it has to: one sequence of an engine, or one request.
+
+    A request that can never be served is refused with a RequestError; this is the engine's lack.
+    """
 
 
 class DrainingError(OutriderError, RuntimeError):
     """An engine that finishes what it has and takes nothing new."""
+
+
+class EngineFaultError(OutriderError, RuntimeError):
+    """A fault of the engine that cost one request its text; the request itself was in order."""
 
 
 class StuckRoundError(OutriderError, RuntimeError):

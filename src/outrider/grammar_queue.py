@@ -12,7 +12,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
 from outrider.engine_messages import Add
-from outrider.errors import OutriderError, RequestError
+from outrider.errors import EngineFaultError, OutriderError
 from outrider.params import SamplingParams
 
 logger = logging.getLogger("outrider.engine_process")
@@ -84,5 +84,5 @@ class GrammarQueue:
             return error
         except Exception as error:  # one grammar that cannot be handled is not the others' fault
             logger.exception("the grammar of request %s failed", message.request_id)
-            return RequestError(f"structured_output: a fault while it was compiled ({error!r})")
+            return EngineFaultError(f"a fault while its grammar was compiled ({error!r})")
         return None

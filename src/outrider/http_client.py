@@ -30,18 +30,21 @@ class ApiClient:
         api_key: sent as a bearer token; None sends none.
 
     Raises:
-        ConfigError: the URL or the key cannot be used.
+        ConfigError: the URL or the key cannot be used. What may hold a password is not quoted.
     """
 
     def __init__(self, url: str, api_key: str | None = None) -> None:
-        allowed = "http://HOST:PORT/v1, or https"
         try:
             parts = urlsplit(url)
             self._host, self._port = parts.hostname, parts.port
         except ValueError as error:
-            raise ConfigError(f"url ({error})", got=url, allowed=allowed) from error
+            raise _bad_url(url, f" ({error})") from error
+        if parts.username is not None or parts.password is not None:
+            raise ConfigError(
+                "url: no user or password can be sent", hint="leave them out, or give --api-key KEY"
+            )
         if parts.scheme not in ("http", "https") or not self._host or parts.query or parts.fragment:
-            raise ConfigError("url", got=url, allowed=allowed)
+            raise _bad_url(url)
         if api_key is not None and not (api_key.isascii() and api_key.isprintable() and api_key):
             raise ConfigError("api_key", allowed="printable ASCII text")  # not shown
         self.url = url.rstrip("/")
@@ -74,7 +77,7 @@ class ApiClient:
                 if value.strip() == "[DONE]":
                     return
                 event = _object(value.encode())
-                if "error" in event:
+                if event.get("error") is not None:
                     raise ServerError(f"the server ends the answer: {_message(event)}")
                 yield event
         raise ServerError("the server broke off its answer")
@@ -95,7 +98,7 @@ class ApiClient:
             if response.status != 200:
                 raise self._refusal(response)
             yield response
-        except (OSError, http.client.HTTPException) as error:
+        except (OSError, http.client.HTTPException, UnicodeError) as error:
             reason = str(error) or type(error).__name__
             raise ServerError(
                 f"no answer ({reason})", got=self.url, hint="is the server running there?"
@@ -117,6 +120,13 @@ class ApiClient:
             f"the server answers {response.status} {response.reason}: {said}",
             hint=hints.get(response.status),
         )
+
+
+def _bad_url(url: str, why: str = "") -> ConfigError:
+    allowed = "http://HOST:PORT/v1, or https"
+    if "@" in url or "?" in url:  # a password or a key may stand there, or in the reason
+        return ConfigError("url", allowed=allowed)
+    return ConfigError(f"url{why}", got=url, allowed=allowed)
 
 
 def _object(content: bytes) -> dict[str, Any]:

@@ -19,8 +19,8 @@ class Completion:
     Attributes:
         index: 0 to n - 1.
         text: all of it so far; without the stop string or the token that ended it.
-        new_text: what the newest step added. Never part of a character, and never text that a
-            stop string may yet take back.
+        new_text: what came after the output before this one. Never part of a character, and never
+            text that a stop string may yet take back.
         token_ids: all committed tokens, the one that ended the text included.
         finish_reason: None while it runs.
         rounds: one entry for each target pass that emitted tokens.
@@ -142,7 +142,12 @@ class _StopFinder:
 
 
 class OutputBuilder:
-    """Turns the committed tokens of one output into text, and trims them at stop strings."""
+    """Turns the committed tokens of one output into text, and trims them at stop strings.
+
+    Attributes:
+        finish_reason: None while it runs.
+        is_whole: False while tokens are taken, and for good where that failed half way.
+    """
 
     def __init__(self, request: Request, tokenizer: Tokenizer | None, index: int = 0) -> None:
         """Without a tokenizer the text stays empty."""
@@ -163,17 +168,24 @@ class OutputBuilder:
         self._logprobs: list[TokenLogprobs] = []
         self._prompt_logprobs: list[TokenLogprobs] = []
         self.finish_reason: FinishReason | None = None
+        self.is_whole = True
 
     def add(self, result: SpanResult, start: int = 0) -> tuple[int, ...]:
         """Take a step's tokens; returns those that stay. `finish_reason` is set if it ends.
 
-        The earliest end wins. At the same token a stop id comes before a stop string, and both
-        before the length.
+        What is new stays new until it is `reported`, however many steps that takes. The earliest
+        end wins. At the same token a stop id comes before a stop string, and both before the
+        length.
 
         Args:
             start: position of the span's first row, which places its prompt_logprobs.
         """
-        self._new_text = ""
+        self.is_whole = False
+        kept = self._take(result, start)
+        self.is_whole = True
+        return kept
+
+    def _take(self, result: SpanResult, start: int) -> tuple[int, ...]:
         if result.prompt_logprobs:  # a prompt that begins again after a preemption says it anew
             self._prompt_logprobs[start:] = result.prompt_logprobs
         if not result.token_ids:
@@ -246,7 +258,6 @@ class OutputBuilder:
 
     def abort(self) -> None:
         """The output ends here; what was held back is shown."""
-        self._new_text = ""
         self._end(FinishReason.ABORT)
 
     @property

@@ -24,8 +24,13 @@ DRAFTED = tuple(f"38;5;{shade}" for shade in (28, 34, 40, 46, 83, 120, 157, 194)
 """Greens by position, the brighter the further ahead the guess was."""
 _OWN = {Origin.PLAIN: "", Origin.CORRECTED: "38;5;208", Origin.BONUS: "38;5;33"}
 
-_CONTROLS = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"} | {127: 0x2421}
-"""Control characters become their pictures: a model must not steer the terminal."""
+_CONTROLS = (
+    {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"}
+    | {127: 0x2421}
+    | dict.fromkeys(range(0x80, 0xA0), REPLACEMENT)
+)
+"""Control characters become their pictures, C1 ones, which have none, the replacement character:
+neither a model nor a server may steer the terminal."""
 _ON_ONE_LINE = _CONTROLS | {ord("\n"): "↵", ord("\t"): "⇥"}
 
 
@@ -74,13 +79,13 @@ class TextPainter:
 
     Args:
         color: False gives the bare text.
+        at_terminal: the bare text is made harmless too, as coloured text always is.
     """
 
-    _CONTEXT = 8  # ids; what a guess is decoded after, so that it can complete a character
-
-    def __init__(self, tokenizer: Tokenizer, color: bool) -> None:
+    def __init__(self, tokenizer: Tokenizer, color: bool, at_terminal: bool = False) -> None:
         self._tokenizer = tokenizer
         self._color = color
+        self._at_terminal = at_terminal
         self._detokenizer = IncrementalDetokenizer(tokenizer)
         self._pieces: deque[tuple[str, str]] = deque()  # text and code, not given out yet
         self._num_rounds = 0
@@ -90,7 +95,7 @@ class TextPainter:
 
     def push(self, output: Completion) -> str:
         """Take the request as it stands; returns what is new. It may end inside a line."""
-        shown = harmless if self._color else str
+        shown = harmless if self._color or self._at_terminal else str
         return "".join(paint(shown(text), code) for text, code in self.spans(output))
 
     def spans(self, output: Completion) -> list[tuple[str, str]]:
@@ -108,18 +113,13 @@ class TextPainter:
     def _take(self, trace: RoundTrace, token_ids: Sequence[int]) -> None:
         for origin in trace.origins:
             if origin.origin is Origin.CORRECTED:
-                before = token_ids[max(self._num_tokens - self._CONTEXT, 0) : self._num_tokens]
-                self._pieces.append((self._guess(before, trace.rejected_token_ids), REJECTED))
+                before = token_ids[: self._num_tokens]
+                guess = self._tokenizer.decode_after(before, trace.rejected_token_ids)
+                self._pieces.append((guess.translate(_ON_ONE_LINE), REJECTED))
             self._code = origin_code(origin)
             text = self._detokenizer.push([token_ids[self._num_tokens]])
             self._pieces.append((text, self._code))
             self._num_tokens += 1
-
-    def _guess(self, before: Sequence[int], rejected: Sequence[int]) -> str:
-        """Text that the rejected ids would have added, special tokens shown, on one line."""
-        given = self._tokenizer.decode(before, skip_special_tokens=False).rstrip(REPLACEMENT)
-        both = self._tokenizer.decode([*before, *rejected], skip_special_tokens=False)
-        return both[len(given) :].translate(_ON_ONE_LINE)
 
     def _ready(self, num_characters: int) -> Iterator[tuple[str, str]]:
         """Pieces up to the end of the text, which stop strings hold back or cut."""
@@ -137,7 +137,7 @@ class TextPainter:
 
 def error_line(error: Exception, about: str = "") -> str:
     """An error as the command reports it: one line, whatever the message holds."""
-    return f"outrider: error: {about}{' '.join(str(error).splitlines())}"
+    return harmless(f"outrider: error: {about}{' '.join(str(error).splitlines())}")
 
 
 def acceptance_line(stats: SpeculationStats) -> str:

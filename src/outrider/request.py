@@ -51,7 +51,9 @@ class Status(Enum):
 
 @dataclass(eq=False)
 class Sequence:
-    """The scheduler's state of one request. Only the scheduler changes it.
+    """The scheduler's state of one request.
+
+    Only the scheduler changes it, and its SpanRules: round, round_holds_to and known_effects.
 
     Attributes:
         sequence_id: unique for the life of the engine, ascending by arrival.
@@ -104,7 +106,11 @@ class Sequence:
         self.lost()
 
     def submitted(self, span: Span) -> None:
-        """The span is in flight from now on."""
+        """The span is in flight from now on.
+
+        Here and in `returned`, token_ids stand for is_prefill: every sequence asks in every step,
+        and calls of a property are a sixth of the scheduler's time.
+        """
         self.in_flight.append(span)
         if not span.token_ids:
             self.num_committed_at_most += span.num_rows

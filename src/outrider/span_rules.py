@@ -35,13 +35,16 @@ class SchedulerConfig:
 
 
 class SpanRules:
-    """Makes spans. Changes nothing but what is written down of a sequence's next round."""
+    """Makes spans.
+
+    Of a sequence it writes down the next round and the effects that were made once. `chunk` and
+    `set_round` also take a checkpoint's slot where one is due, for which the cache may give up
+    another state; it belongs to the span then. Everything else changes nothing.
+    """
 
     def __init__(self, config: SchedulerConfig, cache: CacheManager) -> None:
         self._config = config
         self._cache = cache
-
-    # --- Rounds ---
 
     def wanted_drafts(self, sequence: Sequence) -> int:
         """Most drafts that the request and the engine allow."""
@@ -113,15 +116,14 @@ class SpanRules:
             return NEVER
         reserved = len(self._cache.block_ids(sequence.sequence_id)) * self._cache.block_size
         # Where positions_needed is all of what is reserved, and where room for drafts gets short.
-        most = min(reserved - num_drafts - max(num_drafts - 1, 0), request.length_limit)
-        most = min(most, request.length_limit - num_drafts - 2)
+        most = min(
+            reserved - num_drafts - max(num_drafts - 1, 0), request.length_limit - num_drafts - 2
+        )
         if self._keeps_states(sequence):
             interval = self._config.checkpoint_interval
             reached = (sequence.num_committed_at_most - 1) // interval
             most = min(most, (reached + 1) * interval)
         return most
-
-    # --- Prompts ---
 
     def match(self, sequence: Sequence) -> Match:
         """What of a waiting sequence's text is cached, and may be used."""
@@ -180,8 +182,6 @@ class SpanRules:
             cached_token_ids=sequence.committed(0, match.num_tokens),
             restore_from=match.checkpoint,
         )
-
-    # --- What is kept for others ---
 
     def publishes(self, sequence: Sequence) -> bool:
         """Whether others may read its blocks: those that the draft has seen too."""

@@ -22,6 +22,11 @@ from outrider.errors import CheckpointError, RequestError
 REPLACEMENT = "\ufffd"
 """What bytes that are not UTF-8, or not yet a whole character, decode to."""
 
+CONVERSATION_VARIABLES = ("messages", "tools", "documents", "add_generation_prompt")
+"""Of chat templates: what a conversation sets, and nobody beside it."""
+
+_CONTEXT = 8  # ids; what others are decoded after, so that they can complete a character
+
 
 class Tokenizer:
     """A tokenizer.json with the special tokens and chat templates that stand beside it.
@@ -106,6 +111,13 @@ class Tokenizer:
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Text of `token_ids`; bytes that are not UTF-8 become U+FFFD."""
         return self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+
+    def decode_after(self, before: Sequence[int], token_ids: Sequence[int]) -> str:
+        """Text that `token_ids` would add to a text that ends with `before`, special ones shown."""
+        context = list(before[-_CONTEXT:])
+        given = self.decode(context, skip_special_tokens=False).rstrip(REPLACEMENT)
+        both = self.decode([*context, *token_ids], skip_special_tokens=False)
+        return both[len(given) :]
 
     def has_token(self, token_id: int) -> bool:
         """Whether the id stands for a token: vocabularies may have holes."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 
 from outrider.trace_file import RecordedRound
@@ -81,7 +82,7 @@ def timeline(rounds: Sequence[RecordedRound]) -> str:
 
 
 def _ticks(begin: float, length: float, scale: float, bottom: int) -> Iterator[str]:
-    """Seconds at round numbers."""
+    """Seconds at round numbers; a recording holds none above trace_fields.MOST_SECONDS."""
     wanted = _TICK_PIXELS / scale
     step = next(
         size * 10.0**power
@@ -89,9 +90,7 @@ def _ticks(begin: float, length: float, scale: float, bottom: int) -> Iterator[s
         for size in (1, 2, 5)
         if size * 10.0**power >= wanted
     )
-    number = -(-begin // step)
-    while number * step <= begin + length:
+    for number in range(math.ceil(begin / step), math.floor((begin + length) / step) + 1):
         x = _LANE_LEFT + (number * step - begin) * scale
         yield f'<line class="axis" x1="{x:.1f}" x2="{x:.1f}" y1="{_LANE_TOP}" y2="{bottom}"/>'
         yield _text(x, bottom + 16, f"{number * step:g} s", "middle")
-        number += 1

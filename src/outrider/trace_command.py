@@ -7,8 +7,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from outrider import trace_file, trace_html, trace_report
+from outrider.checks import check_overwrites_none, check_writable
 from outrider.llm import LLM
 from outrider.output import RequestOutput
+from outrider.trace_fields import TraceFileError
 
 
 def add_trace_file(parser: argparse.ArgumentParser) -> None:
@@ -22,9 +24,11 @@ def add_trace_file(parser: argparse.ArgumentParser) -> None:
 
 
 def check(args: argparse.Namespace) -> None:
-    """Refuse a file that cannot be written, before anything runs."""
+    """Refuse a file that cannot be written, or is a prompt, before anything runs."""
     if args.trace_file is not None:
-        trace_file.check_writable(args.trace_file)
+        prompts = [source for source in args.prompts or () if isinstance(source, Path)]
+        check_overwrites_none(TraceFileError, "--trace-file", args.trace_file, prompts)
+        check_writable(TraceFileError, "the trace", args.trace_file)
 
 
 def record(
@@ -59,10 +63,11 @@ def run(args: argparse.Namespace) -> int:
     if args.html is None:
         print(*trace_report.summary_lines(recorded), sep="\n")
         return 0
+    check_overwrites_none(TraceFileError, "--html", args.html, [args.file])
     try:
         args.html.write_text(trace_html.report(recorded), encoding="utf-8")
     except OSError as error:
-        raise trace_file.TraceFileError(
+        raise TraceFileError(
             f"cannot write the report ({error.strerror})", got=str(args.html)
         ) from error
     return 0

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Iterator, Mapping
-from typing import Any, NoReturn, cast
+from typing import Any, NoReturn, TypeGuard, cast
 
 from outrider.errors import OutriderError
+
+MOST_SECONDS = 1e7
+"""Four months; an axis of more would have no use for its fractions of a second."""
 
 
 class TraceFileError(OutriderError):
@@ -43,11 +45,11 @@ class Fields:
 
     def text(self, name: str) -> str:
         value = self._take(name)
-        return value if isinstance(value, str) else self._fail(name, value, "a text")
+        return value if _is_text(value) else self._fail(name, value, "a text")
 
     def optional_text(self, name: str) -> str | None:
         value = self._take(name)
-        if value is None or isinstance(value, str):
+        if value is None or _is_text(value):
             return value
         return self._fail(name, value, "a text or null")
 
@@ -75,7 +77,7 @@ class Fields:
 
     def texts(self, name: str) -> list[str]:
         value = self._take(name)
-        if isinstance(value, list) and all(isinstance(one, str) for one in cast(list[Any], value)):
+        if isinstance(value, list) and all(map(_is_text, cast(list[Any], value))):
             return cast(list[str], value)
         return self._fail(name, value, "a list of texts")
 
@@ -83,9 +85,9 @@ class Fields:
         """A time or a duration."""
         value = self._take(name)
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        if is_number and math.isfinite(value) and value >= 0:
+        if is_number and 0 <= value <= MOST_SECONDS:  # which NaN is not
             return float(value)
-        return self._fail(name, value, "a number of seconds of at least 0")
+        return self._fail(name, value, f"a number of seconds from 0 to {MOST_SECONDS:.0f}")
 
     def objects(self, name: str) -> Iterator[Fields]:
         """A list of objects, each read to its end."""
@@ -109,3 +111,8 @@ class Fields:
 
 def _is_count(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def _is_text(value: object) -> TypeGuard[str]:
+    """A string of characters: JSON can also spell halves of surrogate pairs, which are none."""
+    return isinstance(value, str) and not any("\ud800" <= letter <= "\udfff" for letter in value)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +57,11 @@ class RecordedRound:
     sequences: int
 
     @property
+    def trace(self) -> RoundTrace:
+        """The same in ids, without what was measured."""
+        return RoundTrace(self.drafts, self.accepted, len(self.tokens))
+
+    @property
     def was_cut(self) -> bool:
         """The text ended before all that the rule kept was in it."""
         return len(self.tokens) < self.accepted + 1
@@ -70,7 +75,7 @@ class RecordedOutput:
     output_index: int
     prompt: str
     finish_reason: str
-    rounds: list[RecordedRound] = field(default_factory=list[RecordedRound])
+    rounds: tuple[RecordedRound, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -87,22 +92,30 @@ class RecordedRun:
     method: str | None
     num_draft_tokens: int
     device: str
-    outputs: list[RecordedOutput] = field(default_factory=list[RecordedOutput])
+    outputs: tuple[RecordedOutput, ...] = ()
 
 
 def record(
     run: RecordedRun, prompts: Sequence[str], outputs: Sequence[RequestOutput], tokenizer: Tokenizer
 ) -> RecordedRun:
-    """The run with all outputs that were not refused."""
+    """The run with all outputs that were not refused; all have ended."""
     all_rounds = [trace for output in outputs for one in output.completions for trace in one.rounds]
     begin = min((trace.times.started for trace in all_rounds if trace.times), default=0.0)
-    for index, (prompt, output) in enumerate(zip(prompts, outputs, strict=True)):
-        for completion in output.completions if output.error is None else ():
-            reason = completion.finish_reason or FinishReason.ABORT
-            recorded = RecordedOutput(index, completion.index, prompt, reason.value)
-            recorded.rounds.extend(_rounds(completion, tokenizer, begin))
-            run.outputs.append(recorded)
-    return run
+    recorded = [
+        _output(index, prompt, completion, tokenizer, begin)
+        for index, (prompt, output) in enumerate(zip(prompts, outputs, strict=True))
+        for completion in (output.completions if output.error is None else ())
+    ]
+    return replace(run, outputs=tuple(recorded))
+
+
+def _output(
+    index: int, prompt: str, completion: Completion, tokenizer: Tokenizer, begin: float
+) -> RecordedOutput:
+    reason = completion.finish_reason
+    assert reason is not None, "texts of tokens are known where the text has ended"
+    rounds = tuple(_rounds(completion, tokenizer, begin))
+    return RecordedOutput(index, completion.index, prompt, reason.value, rounds)
 
 
 def _rounds(completion: Completion, tokenizer: Tokenizer, begin: float) -> Iterator[RecordedRound]:
@@ -127,18 +140,6 @@ def _round(trace: RoundTrace, entries: list[dict[str, Any]], begin: float) -> Re
         parts=trace.times.parts,
         sequences=trace.times.num_sequences,
     )
-
-
-def check_writable(path: Path) -> None:
-    """Refuse now what would be refused after a long run.
-
-    Raises:
-        TraceFileError: the file cannot be written.
-    """
-    try:
-        path.open("a", encoding="utf-8").close()
-    except OSError as error:
-        raise TraceFileError(f"cannot write the trace ({error.strerror})", got=str(path)) from error
 
 
 def write(run: RecordedRun, path: Path) -> None:
@@ -189,6 +190,8 @@ def read(path: Path) -> RecordedRun:
     except (OSError, UnicodeDecodeError) as error:
         raise TraceFileError(f"trace file cannot be read ({error})", got=str(path)) from error
     run: RecordedRun | None = None
+    outputs: list[RecordedOutput] = []
+    rounds: list[list[RecordedRound]] = []  # of each output
     for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
@@ -201,15 +204,19 @@ def read(path: Path) -> RecordedRun:
         elif kind == "run":
             raise fields.wrong("type", kind, "output or round: the run is told already")
         elif kind == "output":
-            run.outputs.append(_read_output(fields))
-        elif not run.outputs:
+            outputs.append(_read_output(fields))
+            rounds.append([])
+        elif not outputs:
             raise fields.wrong("type", kind, "output, which its rounds follow")
+        elif rounds[-1] and rounds[-1][-1].was_cut:
+            raise fields.wrong("type", kind, "output or the end: the round before was the last")
         else:
-            _append(run.outputs[-1], _read_round(fields), fields)
+            rounds[-1].append(_read_round(fields))
         fields.end()
     if run is None:
         raise TraceFileError("trace file is empty", got=str(path), hint="record a run first")
-    return run
+    whole = [replace(one, rounds=tuple(own)) for one, own in zip(outputs, rounds, strict=True)]
+    return replace(run, outputs=tuple(whole))
 
 
 def _object(line: str, where: str) -> Mapping[str, Any]:
@@ -272,9 +279,3 @@ def _read_round(fields: Fields) -> RecordedRound:
         parts=parts,
         sequences=fields.integer("sequences"),
     )
-
-
-def _append(output: RecordedOutput, one: RecordedRound, fields: Fields) -> None:
-    if output.rounds and output.rounds[-1].was_cut:
-        raise fields.wrong("type", "round", "output or the end: the round before was the last")
-    output.rounds.append(one)

@@ -134,14 +134,9 @@ def _table(heads: Sequence[str], rows: Sequence[Sequence[str]], name: str = "") 
     )
 
 
-_LEGEND = """<div class="legend">
-<span><span class="token drafted" data-ahead="1">1</span> <span class="token drafted"
-data-ahead="2">2</span> <span class="token drafted" data-ahead="3">3</span> drafted at position
-1, 2, 3 … and accepted</span>
-<span><span class="token corrected">corrected</span> the target's, a guess was refused here</span>
-<span><span class="token bonus">bonus</span> the target's, after guesses that were all right</span>
-<span><span class="token plain">plain</span> the target's, nothing was guessed</span>
-<span><span class="rejected">refused</span> guesses that are no part of the text</span></div>
+_LEGEND = f"""<div class="legend">
+{page("legend.html")}<span><span class="rejected">refused</span> guesses that are no part of the
+text</span></div>
 <p class="switches"><label><input type="checkbox" id="guesses" checked> Show refused guesses</label>
 <label><input type="checkbox" id="positions"> Show positions</label></p>"""
 
@@ -176,9 +171,9 @@ def _output(run: RecordedRun, number: int, output: RecordedOutput) -> str:
 def _transcript(output: RecordedOutput) -> Iterator[str]:
     number = 0
     for one in output.rounds:
-        for index, token in enumerate(one.tokens):
+        for token, chosen in zip(one.tokens, one.trace.origins, strict=True):
             number += 1
-            origin, position = _origin(one, index)
+            origin, position = chosen.origin, chosen.position
             if origin is Origin.CORRECTED:
                 for guess in one.rejected:
                     shown = escape(_on_one_line(guess))
@@ -193,15 +188,6 @@ def _transcript(output: RecordedOutput) -> Iterator[str]:
                 f'<span class="{classes}"{ahead}{mark} title="{escape(title, quote=True)}">'
                 f"{escape(token.text)}</span>"
             )
-
-
-def _origin(one: RecordedRound, index: int) -> tuple[Origin, int | None]:
-    """Origin of a round's token, and its position from 1 if it was drafted."""
-    if index < one.accepted:
-        return Origin.DRAFTED, index + 1
-    if not one.drafts:
-        return Origin.PLAIN, None
-    return (Origin.CORRECTED if one.accepted < len(one.drafts) else Origin.BONUS), None
 
 
 def _on_one_line(text: str) -> str:

@@ -8,7 +8,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from outrider.batch import FinishReason
-from outrider.render import table
+from outrider.render import harmless, table
+from outrider.trace import SpeculationStats
 from outrider.trace_file import RecordedOutput, RecordedRound, RecordedRun
 
 Z_95 = 1.959963984540054
@@ -89,8 +90,7 @@ def stop_counts(outputs: Iterable[RecordedOutput]) -> dict[str, int]:
 
 def acceptance_length(rounds: Sequence[RecordedRound]) -> float | None:
     """Mean tokens of a round that verified drafts, before cutting; None where none did."""
-    drafted = [one for one in rounds if one.drafts]
-    return 1 + sum(one.accepted for one in drafted) / len(drafted) if drafted else None
+    return SpeculationStats.of([one.trace for one in rounds]).acceptance_length
 
 
 def all_rounds(run: RecordedRun) -> list[RecordedRound]:
@@ -102,7 +102,7 @@ def summary_lines(run: RecordedRun) -> list[str]:
     """The report for a terminal."""
     rounds = all_rounds(run)
     num_tokens = sum(len(one.tokens) for one in rounds)
-    lines = [f"{run.model}: {num_tokens} tokens in {len(rounds)} passes", ""]
+    lines = [f"{harmless(run.model)}: {num_tokens} tokens in {len(rounds)} passes", ""]
     length = acceptance_length(rounds)
     if length is not None:
         rows = [("position", "rounds", "accepted", "share", "95 % (Wilson)")]

@@ -302,9 +302,6 @@ def test_coupled_drafts_of_the_trained_pair_are_accepted_more_often_than_its_arg
     assert lengths["coupled"] > lengths["argmax"] + 0.1, lengths
 
 
-# --- Sampled drafts: the law of the text, on vocabularies that can be enumerated. ---
-
-
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Callable[[], Engine]]:
     return tiny_engines(tmp_path_factory)

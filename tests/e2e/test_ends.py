@@ -325,8 +325,6 @@ def test_streamed_text_never_shows_part_of_a_character_or_of_a_stop_string(
     assert streamed == [ending.text for ending in endings]
 
 
-# --- Texts of random models, where the state and the sampling matter too ---
-
 MODELS = ("qwen3", "qwen3_5")
 SEEDS = range(60)
 

@@ -26,6 +26,7 @@ from outrider.runner.rounds import Masks, Submission
 from outrider.tokenizer import Tokenizer
 from tests.checkpoints import TinyShape
 from tests.harness import ScriptedDrafter, make_engine, random_tokens, run_requests, tokens_of
+from tests.pools import is_idle
 
 Checkpoints = Callable[[TinyShape], Path]
 
@@ -70,13 +71,10 @@ def watch_batches(engine: Engine) -> list[Batch]:
 
 
 def assert_all_given_back(engine: Engine) -> None:
-    assert not engine.has_work and engine.cache.is_idle
+    assert not engine.has_work and is_idle(engine.cache)
     for pool in (engine.cache.blocks, engine.cache.slots):
         assert pool.num_free == pool.size
     engine.cache.check_integrity()
-
-
-# --- Everything comes back ---
 
 
 def test_pools_are_whole_again_after_a_thousand_requests_of_every_fate(path: Path) -> None:
@@ -159,9 +157,6 @@ def test_neighbours_of_an_aborted_request_keep_their_text(path: Path) -> None:
     assert outputs["0"].token_ids == expected[0] and outputs["2"].token_ids == expected[2]
 
 
-# --- Pressure ---
-
-
 @pytest.mark.parametrize(("num_drafts", "temperature"), [(0, 0.0), (4, 0.0), (1, 1.0)])
 def test_preempted_requests_write_the_text_of_an_unpressured_run(
     path: Path, num_drafts: int, temperature: float
@@ -194,9 +189,6 @@ def test_the_smallest_memory_that_holds_one_sequence_serves_many_one_after_the_o
     expected = tokens_of(run_requests(make_engine(path, 3, max_model_len=64), prompts, params))
     engine = make_engine(path, 3, max_model_len=64, num_kv_blocks=4)
     assert tokens_of(run_requests(engine, prompts, params)) == expected
-
-
-# --- Order and chunks ---
 
 
 @pytest.mark.parametrize(("grid", "budget"), [(7, 7), (7, 20), (16, 40), (64, 100)])
@@ -243,9 +235,6 @@ def test_slots_are_given_out_in_order_of_arrival(path: Path) -> None:
     first_seen = [span.sequence_id for batch in batches for span in batch.prefill]
     assert first_seen == [0, 1, 2, 3, 4, 5]
     assert all(len(batch.spans) <= 2 for batch in batches)
-
-
-# --- Where texts end ---
 
 
 @dataclass(frozen=True)
@@ -384,9 +373,6 @@ def test_statistics_count_passes_drafts_and_what_was_accepted(path: Path) -> Non
     assert stats.acceptance_length == 2.0
 
 
-# --- What is refused ---
-
-
 @pytest.mark.parametrize(
     ("prompt", "named"),
     [
@@ -491,9 +477,6 @@ def test_dummy_weights_run_with_speculation(path: Path) -> None:
     )
     [output] = run_requests(Engine(config), [[2, 3, 4]], GREEDY)
     assert len(output.token_ids) == 8
-
-
-# --- LLM ---
 
 
 @pytest.fixture(scope="module")

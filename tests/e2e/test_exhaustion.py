@@ -7,9 +7,8 @@ few states, and a round in flight.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable
+from contextlib import ExitStack
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -17,43 +16,26 @@ from unittest import mock
 
 import pytest
 
-import outrider.engine
 import outrider.runner.rounds
 from outrider.admission import AdmissionRules
 from outrider.engine import Engine
-from outrider.errors import CapacityError, RequestError
+from outrider.errors import CapacityError
 from outrider.output import OutputBuilder, RequestOutput
 from outrider.params import SamplingParams
 from tests.checkpoints import TinyShape
-from tests.harness import make_engine, random_tokens, run_requests, tokens_of
-
-Checkpoints = Callable[[TinyShape], Path]
-
-SHAPE = TinyShape(num_layers=2, interval=2, hidden_size=48, vocab_size=100)
-SHARED = random_tokens(46, 100, 1)
-PROMPTS = [[*SHARED, *random_tokens(length, 100, length)] for length in (3, 5, 1, 4)]
-ARRIVALS = [0, 0, 1, 4]
-MOST_TOKENS = 16
-NUM_BLOCKS = 7
-
-
-@dataclass(frozen=True)
-class Place:
-    """Attributes:
-    owner: path from the engine, or a module.
-    """
-
-    owner: str | Any
-    name: str
-
-    def of(self, engine: Engine) -> Any:
-        return attrgetter(self.owner)(engine) if isinstance(self.owner, str) else self.owner
-
-    @property
-    def label(self) -> str:
-        owner = self.owner if isinstance(self.owner, str) else self.owner.__name__
-        return f"{owner.removeprefix('outrider.')}.{self.name}"
-
+from tests.failing import (
+    MOST_TOKENS,
+    NUM_BLOCKS,
+    PROMPTS,
+    SHAPE,
+    Place,
+    assert_all_is_back,
+    failing,
+    serve,
+    short_engine,
+    texts_alone,
+)
+from tests.harness import tokens_of
 
 ROUNDS = outrider.runner.rounds
 PLACES = [
@@ -97,65 +79,13 @@ PLACES = [
 
 
 @pytest.fixture(scope="module")
-def engine(random_checkpoint: Checkpoints) -> Engine:
-    return make_engine(
-        random_checkpoint(SHAPE),
-        3,
-        dtype="float32",
-        enable_prefix_caching=True,
-        block_size=16,
-        prefill_grid=16,
-        max_prefill_tokens=48,
-        max_model_len=80,
-        num_kv_blocks=NUM_BLOCKS,
-        max_num_seqs=3,
-        num_state_checkpoints=2,
-        checkpoint_interval=16,
-        look_ahead=1,
-    )
+def engine(random_checkpoint: Callable[[TinyShape], Path]) -> Engine:
+    return short_engine(random_checkpoint(SHAPE))
 
 
 @pytest.fixture(scope="module")
-def expected(random_checkpoint: Checkpoints) -> list[tuple[int, ...]]:
-    """By an engine that does one thing at a time."""
-    alone = make_engine(random_checkpoint(SHAPE), dtype="float32", max_num_seqs=1)
-    return [tokens_of(run_requests(alone, [prompt], wish()))[0] for prompt in PROMPTS]
-
-
-def wish() -> SamplingParams:
-    return SamplingParams(max_tokens=MOST_TOKENS, temperature=0, ignore_eos=True)
-
-
-def serve(engine: Engine) -> list[RequestOutput]:
-    return run_requests(engine, PROMPTS, wish(), arrivals=ARRIVALS)
-
-
-def assert_all_is_back(engine: Engine) -> None:
-    cache = engine.cache
-    assert not engine.has_work and cache.is_idle and not engine._live and not engine._by_sequence
-    cache.check_integrity()
-    assert cache.num_available == cache.blocks.size
-    cache.clear()
-    cache.check_integrity()
-    for pool in (cache.blocks, cache.slots, cache.checkpoints):
-        assert pool.num_free == pool.size
-
-
-@contextmanager
-def failing(engine: Engine, place: Place, fails: Callable[[int, Any], bool]) -> Iterator[list[int]]:
-    """Make a place fail at the calls that `fails` picks, by their number from 1 and arguments."""
-    calls = [0]
-    owner = place.of(engine)
-    original = getattr(owner, place.name)
-
-    def called(*args: Any, **options: Any) -> Any:
-        calls[0] += 1
-        if not fails(calls[0], args):
-            return original(*args, **options)
-        raise MemoryError(f"no memory at call {calls[0]}")
-
-    with mock.patch.object(owner, place.name, called):
-        yield calls
+def expected(random_checkpoint: Callable[[TinyShape], Path]) -> list[tuple[int, ...]]:
+    return texts_alone(random_checkpoint(SHAPE))
 
 
 @pytest.fixture(scope="module")
@@ -294,40 +224,6 @@ def test_where_there_is_no_memory_for_anybody_all_fail_and_nobody_waits(engine: 
     with failing(engine, Place("runner", "_target_pass"), lambda *_: True):
         outputs = serve(engine)
     assert all(isinstance(output.error, CapacityError) for output in outputs)
-    assert_all_is_back(engine)
-
-
-def test_a_text_for_which_there_is_no_memory_fails_alone(
-    engine: Engine, expected: list[tuple[int, ...]]
-) -> None:
-    for number in (1, 5, 9):
-        place = Place(OutputBuilder, "add")
-        with failing(engine, place, lambda call, _, number=number: call == number):
-            outputs = serve(engine)
-        failed = [output for output in outputs if output.error is not None]
-        assert len(failed) == 1 and isinstance(failed[0].error, RequestError)
-        assert "tokens before" in str(failed[0].error)
-        for output, text in zip(outputs, expected, strict=True):
-            assert output.error is not None or output.token_ids == text
-        assert_all_is_back(engine)
-
-
-def test_a_report_for_which_there_is_no_memory_is_made_by_a_later_step(
-    engine: Engine, expected: list[tuple[int, ...]]
-) -> None:
-    place = Place(outrider.engine._Live, "output")
-    for number in (1, 6):
-        with failing(engine, place, lambda call, _, number=number: call == number):
-            outputs = serve(engine)
-        assert tokens_of(outputs) == expected
-        assert_all_is_back(engine)
-
-    engine.add_request("last", PROMPTS[0], SamplingParams(max_tokens=1, temperature=0))
-    with failing(engine, place, lambda call, _: call == 1), pytest.raises(MemoryError):
-        while engine.has_work:  # nothing else is left to do: whoever asks is told
-            engine.step()
-    [output] = engine.step()
-    assert output.request_id == "last" and output.token_ids == expected[0][:1]
     assert_all_is_back(engine)
 
 

@@ -19,6 +19,7 @@ from outrider.engine import Engine
 from outrider.output import total_speculation
 from outrider.tokenizer import Tokenizer
 from tests.harness import random_tokens, run_requests, tokens_of
+from tests.pools import is_idle
 from tests.trained import trained_folder, trained_pair
 
 pytestmark = pytest.mark.gpu
@@ -96,7 +97,7 @@ def test_text_does_not_depend_on_speculation(
     outputs = run_requests(engine, prompts(20), params(20, temperature))
     assert tokens_of(outputs) == expected
     assert sum(r.num_accepted for output in outputs for r in output.rounds) > 0
-    assert engine.cache.is_idle
+    assert is_idle(engine.cache)
 
 
 @pytest.mark.parametrize("max_num_seqs", [1, 7, 32, 64])
@@ -144,7 +145,7 @@ def test_memory_that_runs_out_moves_younger_sequences_and_loses_nobody() -> None
     engine = make(model, "bfloat16", spec, num_kv_blocks=9)
     outputs = run_requests(engine, prompts(12), params(12, 0.0))
     assert [len(output.token_ids) for output in outputs] == [NUM_TOKENS] * 12
-    assert engine.scheduler.num_preemptions > 0 and engine.cache.is_idle
+    assert engine.scheduler.num_preemptions > 0 and is_idle(engine.cache)
 
 
 def test_every_kind_of_request_shares_a_batch() -> None:
@@ -185,8 +186,6 @@ def test_a_greedy_text_begins_as_on_the_cpu(method: str) -> None:
     )
     assert gpu.token_ids[:8] == cpu.token_ids[:8]
 
-
-# --- Sampled drafts: the law of the text. ---
 
 NUM_SEEDS = 2000
 NUM_LISTED = 20

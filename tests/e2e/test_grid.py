@@ -16,6 +16,7 @@ from outrider.params import SamplingParams
 from outrider.request import Status
 from tests.checkpoints import TinyShape
 from tests.harness import ScriptedDrafter, make_engine, random_tokens, run_requests, tokens_of
+from tests.pools import is_idle
 
 SHAPE = TinyShape(num_layers=2, interval=2, hidden_size=48, vocab_size=100)
 SHARED = random_tokens(50, 100, 1)
@@ -23,6 +24,11 @@ A, B = [*SHARED, *random_tokens(9, 100, 2)], [*SHARED, *random_tokens(21, 100, 3
 SHORT = random_tokens(5, 100, 4)
 PROMPTS = [A, B, A, SHORT, B, A]
 NUM_TOKENS = 12
+CACHE_WITH_ONE_STATE = {
+    "enable_prefix_caching": True,
+    "num_state_checkpoints": 1,
+    "checkpoint_interval": 16,
+}
 
 LAWS = {
     "greedy": {"temperature": 0.0},
@@ -91,9 +97,7 @@ def test_text_is_that_of_plain_decoding(
         3,
         drafter=drafter,
         dtype="float32",
-        enable_prefix_caching=caches,
-        num_state_checkpoints=1,
-        checkpoint_interval=16,
+        **(CACHE_WITH_ONE_STATE if caches else {}),
         prefill_grid=16,
         max_prefill_tokens=37,
         max_model_len=100,
@@ -111,7 +115,7 @@ def test_text_is_that_of_plain_decoding(
     if gives_way and look_ahead == 0:
         assert engine.scheduler.num_preemptions > len(PROMPTS)
     assert evicted.call_count >= 3 * caches  # one state is kept, and gives way to the next
-    assert engine.cache.is_idle
+    assert is_idle(engine.cache)
     engine.cache.clear()
     for pool in (engine.cache.blocks, engine.cache.slots, engine.cache.checkpoints):
         assert pool.num_free == pool.size

@@ -113,9 +113,6 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return Model(path)
 
 
-# --- What is to be reported ---
-
-
 def log_softmax(row: Sequence[float]) -> list[float]:
     highest = max(row)
     total = highest + math.log(math.fsum(math.exp(value - highest) for value in row))
@@ -180,9 +177,6 @@ def assert_reports(
 def completion_of(output: RequestOutput) -> Completion:
     [completion] = output.completions
     return completion
-
-
-# --- Outputs ---
 
 
 def ask_for(index: int, **options: Any) -> Ask:
@@ -312,9 +306,6 @@ def test_a_text_that_is_streamed_has_as_many_entries_as_tokens_at_every_step(mod
         for output in engine.step():
             assert output.logprobs is not None and plain.logprobs is not None
             assert output.logprobs == plain.logprobs[: len(output.token_ids)]
-
-
-# --- Prompts ---
 
 
 def prompt_asks() -> list[Ask]:

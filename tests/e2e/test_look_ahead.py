@@ -10,6 +10,7 @@ import pytest
 from outrider.engine import Engine
 from outrider.params import SamplingParams
 from tests.harness import make_engine, random_tokens, run_requests, tokens_of
+from tests.pools import is_idle
 from tests.trained import trained_folder, trained_pair
 
 METHODS = ["plain", "mtp", "eagle3", "ngram"]
@@ -55,7 +56,7 @@ def test_text_does_not_depend_on_look_ahead(
     engine = engine_for(method, look_ahead=look_ahead)
     outputs = run_requests(engine, PROMPTS, wishes(temperature), arrivals=[0, 0, 1, 5, 5, 9])
     assert tokens_of(outputs) == expected(method, temperature)
-    assert engine.cache.is_idle and not engine.has_work
+    assert is_idle(engine.cache) and not engine.has_work
 
 
 @pytest.mark.parametrize("look_ahead", [1, 2])
@@ -64,7 +65,7 @@ def test_memory_that_runs_out_in_flight_loses_nobody(method: str, look_ahead: in
     engine = engine_for(method, look_ahead=look_ahead, num_kv_blocks=9, max_model_len=130)
     outputs = run_requests(engine, PROMPTS, wishes(0.0))
     assert tokens_of(outputs) == expected(method, 0.0)
-    assert engine.scheduler.num_preemptions > 0 and engine.cache.is_idle
+    assert engine.scheduler.num_preemptions > 0 and is_idle(engine.cache)
 
 
 @pytest.mark.parametrize("look_ahead", [1, 2])
@@ -86,7 +87,7 @@ def test_an_abort_in_flight_frees_its_place_once_nothing_of_it_runs(look_ahead: 
         if not engine.has_work:
             break
     assert [outputs[str(index)] for index in range(len(PROMPTS))] == expected("mtp", 0.0)
-    assert engine.cache.is_idle
+    assert is_idle(engine.cache)
 
 
 @pytest.mark.parametrize("look_ahead", [0, 1, 2])

@@ -14,6 +14,7 @@ from outrider.layers.rows import DeltaCache
 from outrider.output import RequestOutput
 from outrider.params import SamplingParams
 from tests.harness import freeze, make_engine, random_tokens, run_requests, tokens_of
+from tests.pools import is_idle
 from tests.trained import trained_folder, trained_pair
 
 METHODS = ["plain", "mtp", "eagle3", "ngram"]
@@ -87,7 +88,7 @@ def test_texts_and_rounds_are_those_of_a_cold_run(
     assert hits[5] >= last
     # The cached block before the new token was followed by another one.
     assert hits[3] in (128 // unit * unit, 0)
-    assert engine.cache.is_idle
+    assert is_idle(engine.cache)
     engine.cache.check_integrity()
 
 
@@ -116,7 +117,7 @@ def test_memory_that_is_short_evicts_and_preempts_without_harm(
     )
     outputs = run_requests(engine, PROMPTS, params(), arrivals=[0, 1, 2, 3, 4, 5, 6])
     assert tokens_of(outputs) == tokens_of(cold(method, 16, 0.0))
-    assert engine.cache.is_idle
+    assert is_idle(engine.cache)
     engine.cache.check_integrity()
     engine.cache.clear()
     for pool in (engine.cache.blocks, engine.cache.slots, engine.cache.checkpoints):

@@ -7,18 +7,24 @@ from operator import attrgetter
 import pytest
 
 from outrider.engine import Engine
-from outrider.errors import CapacityError, DrainingError, StuckRoundError
-from outrider.output import RequestOutput
+from outrider.errors import CapacityError, DrainingError, EngineFaultError, StuckRoundError
+from outrider.output import OutputBuilder, RequestOutput
 from outrider.params import SamplingParams
 from outrider.runner.rounds import Submission
-from tests.harness import make_engine, random_tokens, run_requests, tokens_of
+from outrider.tokenizer import Tokenizer
+from tests.harness import Received, make_engine, random_tokens, run_requests, tokens_of
+from tests.pools import is_idle
 from tests.trained import trained_folder, trained_pair
 
 PROMPTS = [random_tokens(20, 4096, seed) for seed in range(4)]
 
 
+TOKENIZER = Tokenizer.from_pretrained(trained_folder("tiny-qwen3.5"))
+
+
 def engine_for(num_drafts: int = 3, **options: object) -> Engine:
-    return make_engine(trained_folder("tiny-qwen3.5"), num_drafts, dtype="float32", **options)
+    model = trained_folder("tiny-qwen3.5")
+    return make_engine(model, num_drafts, tokenizer=TOKENIZER, dtype="float32", **options)
 
 
 def wish(**options: object) -> SamplingParams:
@@ -26,10 +32,9 @@ def wish(**options: object) -> SamplingParams:
 
 
 def run_out(engine: Engine) -> dict[str, RequestOutput]:
-    outputs: dict[str, RequestOutput] = {}
+    outputs = Received()
     for _ in range(500):
-        for output in engine.step():
-            outputs[output.request_id] = output
+        outputs.take(engine.step())
         if not engine.has_work:
             return outputs
     raise AssertionError("does not come to an end")
@@ -71,7 +76,7 @@ def test_draining_finishes_what_runs_and_refuses_what_is_new() -> None:
     outputs = engine.drain()
     assert sorted(output.request_id for output in outputs) == ["0", "1", "2"]
     assert all(len(output.token_ids) == 12 for output in outputs)
-    assert engine.cache.is_idle and not engine.has_work
+    assert is_idle(engine.cache) and not engine.has_work
     with pytest.raises(DrainingError, match="draining"):
         engine.add_request("late", PROMPTS[3], wish())
     engine.resume()
@@ -95,7 +100,7 @@ def test_who_can_never_be_admitted_fails_with_numbers_and_the_others_go_on() -> 
     assert isinstance(error, CapacityError)
     assert "20 tokens, 2 blocks" in str(error) and "200 of 200 blocks" in str(error)
     assert outputs["fine"].token_ids == expected[0] and outputs["fine"].error is None
-    assert engine.cache.is_idle
+    assert is_idle(engine.cache)
 
 
 def test_a_round_that_never_returns_fails_everybody_with_a_report() -> None:
@@ -115,7 +120,7 @@ def test_a_round_that_never_returns_fails_everybody_with_a_report() -> None:
     for output in outputs.values():
         assert isinstance(output.error, StuckRoundError) and output.finished
         assert "1: decoding, slot" in str(output.error)
-    assert engine.cache.is_idle and not engine.has_work
+    assert is_idle(engine.cache) and not engine.has_work
     engine.cache.check_integrity()
     engine.runner.collect = collect  # type: ignore[method-assign]
     engine.add_request("after", PROMPTS[0], wish())
@@ -141,7 +146,7 @@ def test_a_refused_plan_leaves_no_trace_in_the_pools() -> None:
         engine.scheduler.plan = plan  # type: ignore[method-assign]
         if not engine.has_work:
             break
-    assert refused > 0 and engine.cache.is_idle
+    assert refused > 0 and is_idle(engine.cache)
 
 
 def test_a_long_prompt_does_not_hold_up_the_rounds_of_others() -> None:
@@ -174,15 +179,16 @@ def test_giving_way_after_any_round_changes_no_text(
     method: str, prefix_cache: bool, temperature: float
 ) -> None:
     params = wish(temperature=temperature, seed=3, draft_sampling="coupled", max_tokens=14)
-    options = {"enable_prefix_caching": prefix_cache, "checkpoint_interval": 16, "prefill_grid": 16}
+    options: dict[str, object] = {"enable_prefix_caching": prefix_cache, "prefill_grid": 16}
+    if prefix_cache and method != "eagle3":  # whose target keeps no recurrent state
+        options["checkpoint_interval"] = 16
     [expected] = tokens_of(run_requests(engine_of(method, **options), PROMPTS[:1], params))
     for gives_way_after in range(1, 16):
         engine = engine_of(method, **options)
         engine.add_request("0", PROMPTS[0], params)
-        outputs: dict[str, RequestOutput] = {}
+        outputs = Received()
         for step in range(60):
-            for output in engine.step():
-                outputs[output.request_id] = output
+            outputs.take(engine.step())
             if not engine.has_work:
                 break
             if step + 1 == gives_way_after:
@@ -190,7 +196,7 @@ def test_giving_way_after_any_round_changes_no_text(
         assert outputs["0"].token_ids == expected, gives_way_after
         if engine.scheduler.num_preemptions == 0:
             break
-    assert gives_way_after > 3 and engine.cache.is_idle
+    assert gives_way_after > 3 and is_idle(engine.cache)
 
 
 @pytest.mark.parametrize("where", ["submit", "collect"])
@@ -214,19 +220,18 @@ def test_a_step_that_fails_once_changes_no_text(where: str, look_ahead: int, aft
     setattr(engine.runner, where, failing)
     for index, prompt in enumerate(prompts):
         engine.add_request(str(index), prompt, wish(max_tokens=40))
-    outputs: dict[str, RequestOutput] = {}
+    outputs = Received()
     failures = 0
     for _ in range(200):
         try:
-            for output in engine.step():
-                outputs[output.request_id] = output
+            outputs.take(engine.step())
         except RuntimeError:
             failures += 1
         if not engine.has_work:
             break
     assert failures == 1
     assert [outputs[str(index)].token_ids for index in range(3)] == expected
-    assert engine.cache.is_idle
+    assert is_idle(engine.cache)
     engine.cache.check_integrity()
 
 
@@ -244,12 +249,14 @@ def test_a_step_that_fails_once_changes_no_text(where: str, look_ahead: int, aft
         ("cache", "reserve"),
         ("runner", "submit"),
         ("runner", "collect"),
+        ("builder", "_take"),
+        ("builder", "_show"),
     ],
     ids=".".join,
 )
 @pytest.mark.parametrize("late", [False, True])
 def test_an_interrupt_anywhere_in_a_step_changes_no_text_and_leaks_nothing(
-    site: tuple[str, str], late: bool, look_ahead: int
+    site: tuple[str, str], late: bool, look_ahead: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prompts = [random_tokens(43, 4096, 7), *PROMPTS[:2]]
     options = {
@@ -261,7 +268,7 @@ def test_an_interrupt_anywhere_in_a_step_changes_no_text_and_leaks_nothing(
     }
     expected = tokens_of(run_requests(engine_for(**options), prompts, wish(max_tokens=30)))
     engine = engine_for(**options)
-    part = attrgetter(site[0])(engine)
+    part = OutputBuilder if site[0] == "builder" else attrgetter(site[0])(engine)
     original, calls = getattr(part, site[1]), 0
 
     def interrupted(*args: object) -> object:
@@ -274,15 +281,14 @@ def test_an_interrupt_anywhere_in_a_step_changes_no_text_and_leaks_nothing(
             raise KeyboardInterrupt
         return result
 
-    setattr(part, site[1], interrupted)
+    monkeypatch.setattr(part, site[1], interrupted)
     for index, prompt in enumerate(prompts):
         engine.add_request(str(index), prompt, wish(max_tokens=30))
-    outputs: dict[str, RequestOutput] = {}
+    outputs = Received()
     interrupts = 0
     for _ in range(300):
         try:
-            for output in engine.step():
-                outputs[output.request_id] = output
+            outputs.take(engine.step())
         except KeyboardInterrupt:
             interrupts += 1
         if not engine.has_work:
@@ -291,8 +297,10 @@ def test_an_interrupt_anywhere_in_a_step_changes_no_text_and_leaks_nothing(
     for index, text in enumerate(expected):
         output = outputs[str(index)]
         # Tokens that were half taken in end their request, and no other, with an error.
-        assert output.token_ids == text or output.error is not None
-    assert sum(output.error is not None for output in outputs.values()) <= 1
+        assert output.token_ids == text or isinstance(output.error, EngineFaultError)
+        assert output.error is not None or output.text == TOKENIZER.decode(text)
+    num_failed = sum(output.error is not None for output in outputs.values())
+    assert num_failed == 1 if site[0] == "builder" else num_failed <= 1
     engine.cache.check_integrity()
     engine.cache.clear()
     for pool in (engine.cache.blocks, engine.cache.slots, engine.cache.checkpoints):
@@ -316,9 +324,10 @@ def test_a_text_that_cannot_be_handled_fails_alone() -> None:
 
     builder.add = broken  # type: ignore[method-assign, assignment]
     outputs = run_out(engine)
+    assert isinstance(outputs["1"].error, EngineFaultError)
     assert "no such character" in str(outputs["1"].error)
     assert [outputs[i].token_ids for i in ("0", "2")] == [expected[0], expected[2]]
-    assert engine.cache.is_idle
+    assert is_idle(engine.cache)
 
 
 def test_a_shared_beginning_is_found_by_the_third_who_has_it() -> None:

@@ -136,8 +136,6 @@ def assert_all_accepted(outputs: Sequence[RequestOutput]) -> None:
             assert ended_in_block or one.num_accepted == len(one.draft_token_ids)
 
 
-# --- One rule a request ---
-
 TEMPERATURES = (0.0, 0.8)
 FAVOURED = dict.fromkeys(byte_ids(b"abcdefghijkl"), 6.0)
 """A bias that makes texts repeat themselves, and hold words that the tokenizer can spell."""
@@ -262,8 +260,6 @@ def test_right_wrong_and_forbidden_drafts_change_no_token_under_each_rule(
     assert 0 < sum(s.num_accepted for s in partly) < sum(s.num_drafted for s in partly)
 
 
-# --- Controls: a rule that holds at some rows only is found ---
-
 Apply = Callable[[RuleTable, Tensor, Tensor, BlockContext], Tensor]
 ORIGINAL: Apply = RuleTable.apply
 
@@ -315,8 +311,6 @@ def test_these_requests_find_a_rule_that_does_not_hold_at_every_row(
         rules -= CONTEXT_FREE
     assert caught >= rules
 
-
-# --- Random combinations ---
 
 NUM_COMBINATIONS = 24
 
@@ -404,9 +398,6 @@ def test_the_methods_own_drafts_change_no_token_under_rules(model: Model, num_dr
         assert sum(output.speculation.num_drafted for output in outputs) > 0
 
 
-# --- min_tokens against the block's length ---
-
-
 @on_every_block_length
 def test_min_tokens_from_0_to_two_past_the_block_end_where_plain_decoding_ends(
     model: Model, num_drafts: int
@@ -445,9 +436,6 @@ def test_ignore_eos_goes_on_past_ends_inside_a_block(model: Model) -> None:
         assert output.token_ids == whole.token_ids[: first + 1]
         assert output.finish_reason is FinishReason.STOP
     assert any(output.token_ids.count(END) > 1 for output in plain)
-
-
-# --- Several outputs of one prompt ---
 
 
 def own_seeds(ask: Ask) -> list[int]:
@@ -489,9 +477,6 @@ def test_outputs_of_one_prompt_end_each_on_its_own(model: Model) -> None:
     assert len(lengths) > 2
     for num_drafts in (2, 7):
         assert_same(model.scripted([ask], num_drafts, mixed, texts_of([ask], plain)), plain)
-
-
-# --- Requests with different wishes share a batch ---
 
 
 @pytest.mark.parametrize(("num_drafts", "script"), [(2, right), (5, mixed), (8, right)])

@@ -329,10 +329,15 @@ def test_mrope_sections_must_add_up_to_the_frequencies_that_are_rotated(section:
     assert "that add up to 8, half of the 16 dims that are rotated" in str(refusal.value)
 
 
-def test_mrope_sections_that_are_not_interleaved_are_refused_by_name() -> None:
+def test_mrope_sections_that_are_not_interleaved_rotate_text_as_no_sections_do() -> None:
     chunked = {**MROPE, "mrope_section": [3, 3, 2], "mrope_interleaved": False}
+    assert read(rope_parameters=chunked) == read(rope_parameters=MROPE)
+    assert read(rope_parameters=chunked).mrope_section is None
+    for section in ([3, 3, 3], [8], [9, -1, 0]):
+        with pytest.raises(CheckpointError, match="mrope_section: got"):
+            read(rope_parameters={**chunked, "mrope_section": section})
     with pytest.raises(CheckpointError, match="mrope_interleaved"):
-        read(rope_parameters=chunked)
+        read(rope_parameters={**chunked, "mrope_interleaved": "no"})
 
 
 @pytest.mark.parametrize("name", ["qwen3_5_moe", "qwen3_5_moe_text"])

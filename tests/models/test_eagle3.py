@@ -52,9 +52,6 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Folders:
     return Folders(tmp_path_factory)
 
 
-# --- The draft, from its formulas: no cache, no batch, one list of positions. ---
-
-
 @cache
 @torch.inference_mode()
 def residual_streams(target: Path, text: tuple[int, ...]) -> list[Tensor]:
@@ -172,9 +169,6 @@ class Plain:
             next_ids.append(self.draft(states[-1]))
             g = torch.cat((g, states[-1][None]))
         return torch.stack(states), next_ids[len(text) - 1 :]
-
-
-# --- Our drafter, watched while scripted drafts take the place of its own. ---
 
 
 @dataclass
@@ -393,8 +387,6 @@ def test_the_trained_draft_equals_the_plain_implementation() -> None:
     check_chains(target, draft, (2, n // 2, n - 3), 4, config["vocab_size"])
 
 
-# --- On the trained pair, mathematics that is wrong costs acceptance. ---
-
 PROMPTS = (
     "def main():\n    parser = argparse.ArgumentParser()\n",
     "class TestCase(unittest.TestCase):\n    def test_",
@@ -466,9 +458,6 @@ def test_acceptance_collapses_when_the_mathematics_is_wrong_and_the_text_stays(
     assert length < right[0] - 0.4, (length, right[0])
 
 
-# --- What reaches the draft. ---
-
-
 @cache
 def drafts_of(target: Path, draft: Path) -> list[tuple[int, ...]]:
     """Everything that was proposed for a greedy request, round by round."""
@@ -503,9 +492,6 @@ def test_the_text_is_the_targets_own_whatever_the_draft_says(folders: Folders) -
     plain = tokens_of(run_requests(make_engine(target), prompts, params))
     engine = make_engine(target, 5, method="eagle3", draft=draft)
     assert tokens_of(run_requests(engine, prompts, params)) == plain
-
-
-# --- Layouts and spellings. ---
 
 
 @pytest.mark.parametrize("own_embedding", [False, True])
@@ -674,9 +660,6 @@ def test_as_many_positions_as_the_targets_are_no_reason_for_a_warning(
     with caplog.at_level(logging.WARNING, "outrider"):
         drafts_of(folders.target(shape), folders.draft(shape))
     assert not caplog.records
-
-
-# --- What does not fit is refused when it is loaded. ---
 
 
 def engine_for(target: Path, draft: Path) -> Engine:

@@ -169,9 +169,6 @@ def test_the_trained_model_gives_transformers_logits_prefilled_and_decoded(chunk
     assert_close(logits, transformers_logits(path, tokens))
 
 
-# --- What the target hands to a draft. ---
-
-
 @torch.inference_mode()
 def residual_streams(path: Path, tokens: list[int]) -> tuple[Tensor, ...]:
     """Entry i is the residual stream that enters layer i, in transformers' own model."""
@@ -209,8 +206,6 @@ def test_a_target_without_taps_keeps_no_residual_stream(folders: Folders) -> Non
     driver.prefill([3, 4, 5])
     assert [output.residuals for output in outputs] == [None]
 
-
-# --- YaRN's tables. ---
 
 BASE: Mapping[str, Any] = {
     "model_type": "qwen3",
@@ -306,9 +301,6 @@ def test_a_checkpoint_without_yarn_has_the_plain_table() -> None:
     expected = [1e6 ** (-2 * d / 32) for d in range(16)]
     assert rotary.inverse_frequencies.tolist() == pytest.approx(expected, rel=1e-6)
     assert rotary.scale == 1.0
-
-
-# --- Spellings of the configuration. ---
 
 
 @pytest.mark.parametrize("kind_key", ["type", "rope_type"])

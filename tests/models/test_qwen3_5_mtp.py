@@ -36,8 +36,6 @@ from tests.harness import (
 Checkpoints = Callable[[TinyShape], Path]
 Weights = dict[str, Tensor]
 
-# --- The head, from its formulas: no cache, no batch, one list of positions. ---
-
 
 @dataclass(frozen=True)
 class Sizes:
@@ -146,9 +144,6 @@ def plain_chain(path: Path, text: Sequence[int], num_drafts: int) -> tuple[list[
         drafts.append(int((lm_head @ chain[-1]).argmax()))
         pairs.append((chain[-1], drafts[-1]))
     return chain, drafts
-
-
-# --- Our drafter, watched while scripted drafts take the place of its own. ---
 
 
 @dataclass
@@ -265,9 +260,6 @@ def test_chunks_of_a_prompt_feed_the_head_without_holes(
     drafts = engine.runner.slots.draft_token_ids[sequence.slot].tolist()
     _, expected = plain_chain(path, [*prompt, *outputs[0].token_ids], 4)
     assert drafts == expected
-
-
-# --- On the trained model, mathematics that is wrong costs acceptance. ---
 
 
 def zero_the_ones(drafter: MTPDrafter) -> None:

@@ -54,9 +54,6 @@ def kernels_run(monkeypatch: pytest.MonkeyPatch) -> None:
             monkeypatch.setattr(module, "overlaps_launches", lambda _: False)
 
 
-# --- Noise. ---
-
-
 @triton.jit
 def _words_kernel(p_seeds, p_keys, p_last, p_block, p_words, p_times, SIZE: tl.constexpr):
     o_i = tl.arange(0, SIZE)
@@ -128,8 +125,6 @@ def test_uniforms_are_the_references_bit_for_bit(device: str) -> None:
     assert philox.uniforms(seeds, keys, 0, Purpose.ACCEPT).shape == (3, 0)
 
 
-# --- Argmax. ---
-
 ARGMAX_ROWS = {
     "one": [3.0],
     "a tie": [1.0, 5.0, 5.0, 5.0],
@@ -168,9 +163,6 @@ def test_argmax_takes_the_lowest_id_of_a_tie_across_chunks(
         logits[row, first:] = logits[row, first:].clamp(max=8)
         logits[row, first::97] = 9
     assert sampling.argmax(logits.to(device)).tolist() == best
-
-
-# --- Distributions. ---
 
 
 @dataclass(frozen=True)
@@ -363,9 +355,6 @@ def test_large_vocabularies(vocab_size: int, dtype: torch.dtype, scale: float) -
     assert_probs(sampling.processed_probs(logits, *law), logits, law)
 
 
-# --- Draws. ---
-
-
 def seeds_of(num_rows: int, device: str) -> tuple[Tensor, Tensor]:
     draw = random.Random(num_rows)
     seeds = [draw.randrange(2**63) for _ in range(num_rows)]
@@ -492,9 +481,6 @@ def test_what_has_no_weight_is_never_drawn(device: str) -> None:
     assert got.tolist() == [123, 299, 0, 0]
 
 
-# --- The best m. ---
-
-
 @pytest.mark.parametrize("dtype", SMALL_DTYPES, ids=str)
 @pytest.mark.parametrize(
     ("vocab_size", "m"), [(1, 1), (5, 5), (300, 1), (300, 17), (300, 300), (4100, 64), (9001, 33)]
@@ -558,9 +544,6 @@ def test_a_listed_draw_says_what_it_was_drawn_from(device: str, m: int) -> None:
     assert_draws(place, times, want)
 
 
-# --- Terms of block verification. ---
-
-
 @pytest.mark.parametrize(("most", "m"), [(1, 1), (3, 5), (4, 32), (8, 64)])
 @pytest.mark.parametrize("device", DEVICES)
 def test_block_terms_are_those_of_the_reference(device: str, most: int, m: int) -> None:
@@ -588,9 +571,6 @@ def test_block_terms_are_those_of_the_reference(device: str, most: int, m: int) 
     )
     for one, other in zip(got, want, strict=True):
         torch.testing.assert_close(one.cpu().double(), other, rtol=1e-5, atol=1e-5)
-
-
-# --- A row's bits are its own. ---
 
 
 def everything(logits: Tensor, law: Law, seeds: Tensor, keys: Tensor) -> list[Tensor]:
@@ -638,9 +618,6 @@ def test_rows_do_not_depend_on_their_neighbours(vocab_size: int, dtype: torch.dt
     assert_rows_are_their_own("cuda", vocab_size, dtype, 84, parts)
 
 
-# --- Laws. ---
-
-
 def pearson_limit(freedom: int) -> float:
     """Chi-square quantile at 1 - 1e-9, by Wilson and Hilferty's cube."""
     spread = 2 / (9 * freedom)
@@ -685,9 +662,6 @@ def test_tokens_follow_the_law_on_a_gpu(choice: Choice, keyed_by: str) -> None:
     full = torch.zeros(len(row), dtype=torch.float64)
     full[ids[0].cpu()] = q[0].cpu().double()
     assert_law(tokens, full / full.sum())
-
-
-# --- What a CUDA graph needs. ---
 
 
 @pytest.mark.gpu

@@ -114,9 +114,6 @@ def on_cpu(*tensors: Tensor) -> list[Tensor]:
     return [tensor.cpu() for tensor in tensors]
 
 
-# --- Agreement with the references. ---
-
-
 @pytest.mark.parametrize("zero_centred", [False, True], ids=["plain", "zero-centred"])
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("place", PLACES, indirect=True)
@@ -252,8 +249,6 @@ def test_paired_norms_agree_with_their_reference(
     assert_agrees(result, expected)
 
 
-# --- Attention inputs. ---
-
 LAYOUTS = [
     pytest.param((6, 2, 24, 12, False, 3), id="odd head"),
     pytest.param((3, 1, 24, 20, True, 16), id="odd head with a gate"),
@@ -368,9 +363,6 @@ def test_a_pool_of_more_than_two_to_the_31_elements_is_written_where_it_should_b
     for row, (block, offset) in enumerate([(num_blocks - 1, 15), (num_blocks - 2, 3)]):
         assert torch.equal(pool[0, block, :, offset], keys[row])
         assert torch.equal(pool[1, block, :, offset], values[row])
-
-
-# --- A row's bits depend on the row alone. ---
 
 
 def row_functions(place: Place, num_rows: int) -> dict[str, Callable[[slice], tuple[Tensor, ...]]]:
@@ -506,9 +498,6 @@ def test_no_rows_give_no_rows(place: Place) -> None:
         0,
         32,
     )
-
-
-# --- Overlapped launches and graphs. ---
 
 
 def decode_chain(x: Tensor, gate: Tensor, weight: Tensor, table: Tensor, ids: Tensor) -> Tensor:

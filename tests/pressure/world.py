@@ -9,14 +9,22 @@ from __future__ import annotations
 
 import random
 from collections import Counter, deque
-from collections.abc import Sequence as SequenceABC
-from dataclasses import dataclass, field
 
 from outrider.batch import Batch, FinishReason, Span, SpanResult
 from outrider.cache.manager import CacheManager
 from outrider.params import SamplingParams
 from outrider.request import Request, Sequence, Status
 from outrider.scheduler import Scheduler, SchedulerConfig
+from tests.pools import is_idle
+from tests.pressure.contract import (
+    Flight,
+    User,
+    check_order,
+    check_owners,
+    check_reports,
+    check_span,
+    rank,
+)
 from tests.pressure.device import DeviceShape, FakeDevice, Violation, expect
 from tests.pressure.shape import WorldShape
 from tests.pressure.text import VOCAB_SIZE, Text
@@ -24,38 +32,6 @@ from tests.pressure.text import VOCAB_SIZE, Text
 LONGEST_PROMPT = 70
 MOST_TOKENS = 36
 MOST_WAITING = 12
-
-
-@dataclass
-class User:
-    """Who waits for a sequence.
-
-    Attributes:
-        expected: what plain decoding answers.
-        received: what has come of it.
-        num_proposed: most drafts that may wait for the next round, as far as the host can know.
-        num_reported: prompt positions whose log probabilities were asked of the device.
-    """
-
-    sequence: Sequence
-    expected: tuple[int, ...]
-    expected_reason: FinishReason
-    received: list[int] = field(default_factory=list[int])
-    num_proposed: int = 0
-    num_reported: int = 0
-
-
-@dataclass
-class Flight:
-    """A batch on the device; results are None until it has run."""
-
-    batch: Batch
-    results: list[SpanResult] | None = None
-
-
-def rank(sequence: Sequence) -> tuple[int, int]:
-    """Who comes first where not all can be served: the smaller one."""
-    return -sequence.request.params.priority, sequence.sequence_id
 
 
 class World:
@@ -115,8 +91,6 @@ class World:
         except BaseException as error:
             error.add_note(f"step {self.num_steps} of {self.shape}")
             raise
-
-    # --- Users ---
 
     def _tokens(self, count: int) -> tuple[int, ...]:
         return tuple(self.rng.randrange(VOCAB_SIZE) for _ in range(count))
@@ -190,8 +164,6 @@ class World:
         self.scheduler.finish(user.sequence, FinishReason.ABORT)
         del self._live[user.sequence.sequence_id]
 
-    # --- The loop, as the engine has it ---
-
     def _step(self) -> None:
         self.num_steps += 1
         first = self._first()
@@ -233,10 +205,13 @@ class World:
             return None
         ids = [span.sequence_id for span in batch.spans]
         expect(len(set(ids)) == len(ids), "a sequence runs twice in a batch")
-        self._check_order(batch, sequences, was, owed)
+        budget = self.shape.max_prefill_tokens
+        self.events["preempted"] += check_order(batch, sequences, was, owed, budget)
         for span in batch.spans:
-            self._check_span(span)
-        self._check_owners(batch)
+            table, drafts = self.cache.block_ids(span.sequence_id), self.device.drafts
+            check_span(span, self._live[span.sequence_id], self.shape.num_drafts, table, drafts)
+        batches = [*(flight.batch for flight in self._flights), batch]
+        check_owners(batches, self._sequences, self.cache.block_size)
         return batch
 
     def _traces(self) -> object:
@@ -327,99 +302,13 @@ class World:
         expect(sequence.output_token_ids == user.received, "the scheduler keeps another text")
         if is_done:
             expect(sequence.finish_reason is reason, "a sequence ends for another reason")
-            self._check_reports(user)
+            check_reports(user)
             del self._live[span.sequence_id]
             self.events["finished"] += 1
             self.events["tokens from the prefix cache"] += sequence.num_cached
             if self.rng.random() < 0.2:  # the chat goes on
                 turn = (*sequence.committed(0, sequence.num_committed), *self._tokens(2))
                 self._documents[self.rng.randrange(3)] = turn[:LONGEST_PROMPT]
-
-    # --- What must hold of every plan ---
-
-    def _check_span(self, span: Span) -> None:
-        user, effects = self._live[span.sequence_id], span.effects
-        sequence, params = user.sequence, user.sequence.request.params
-        most = self.shape.num_drafts if params.speculation else 0
-        if params.max_draft_tokens is not None:
-            most = min(most, params.max_draft_tokens)
-        expect(effects.num_drafts <= most, "more drafts are verified than the request allows")
-        expect(effects.num_drafts_next <= most, "more drafts are wanted than the request allows")
-        feeds = params.speculation and self.shape.num_drafts > 0
-        expect(effects.feeds_draft == feeds, "the draft sees all of a text, or nothing")
-        limit = sequence.request.length_limit
-        start = span.start if span.is_prefill else sequence.num_committed - 1
-        expect(start + span.num_rows <= limit, "rows stand past the length limit")
-        table = self.cache.block_ids(span.sequence_id)
-        expect(span.block_ids == table, "a span has another block table than its sequence")
-        if span.is_prefill:
-            return
-        expect(effects.num_drafts <= user.num_proposed, "drafts are verified that nobody proposed")
-        if params.grammar is not None:
-            expect(len(sequence.in_flight) == 1, "a grammar's drafts are still on the device")
-            drafts = sequence.proposed_token_ids[: effects.num_drafts]
-            known = drafts == self.device.drafts(span)[: effects.num_drafts]
-            expect(known, "the host and the device hold other drafts")
-
-    def _check_order(
-        self,
-        batch: Batch,
-        sequences: SequenceABC[Sequence],
-        was: dict[int, Status],
-        owed: SequenceABC[Sequence],
-    ) -> None:
-        """Who is served, and at whose cost."""
-        rounds = {span.sequence_id for span in batch.rounds}
-        skipped = [s for s in owed if s.status is Status.DECODING and s.sequence_id not in rounds]
-        expect(not skipped, "a decoding sequence has no round in a step")
-        waiting = [s for s in sequences if s.status is Status.WAITING]
-        lost = [s for s in waiting if was[s.sequence_id] is not Status.WAITING]
-        expect(all(not s.in_flight for s in lost), "a sequence is preempted in flight")
-        self.events["preempted"] += len(lost)
-        if lost:
-            kept = [s for s in sequences if s.sequence_id in rounds]
-            best_lost = min(map(rank, lost))
-            in_order = all(rank(sequence) < best_lost for sequence in kept)
-            expect(in_order, "a sequence gives way to one behind it")
-        admitted = [
-            s
-            for s in sequences
-            if was[s.sequence_id] is Status.WAITING and s.status is not Status.WAITING
-        ]
-        if admitted and waiting:
-            in_order = max(map(rank, admitted)) < min(map(rank, waiting))
-            expect(in_order, "a waiting sequence is overtaken")
-        slots = sorted(setup.slot for setup in batch.setups)
-        is_set_up = slots == sorted(sequence.slot or 0 for sequence in admitted)
-        expect(is_set_up, "exactly those that are let in are set up")
-        num_rows = sum(span.num_rows for span in batch.prefill)
-        expect(num_rows <= self.shape.max_prefill_tokens, "prompts take more than their budget")
-
-    def _check_owners(self, planned: Batch) -> None:
-        """Nobody in flight may write what is in the hands of another.
-
-        The device runs batches in order, so that a block may be written by one that is submitted
-        later than the last that reads it.
-        """
-        size = self.cache.block_size
-        writers: dict[int, int] = {}
-        slots: dict[int, int] = {}
-        for batch in (*(flight.batch for flight in self._flights), planned):
-            readers: dict[int, set[int]] = {}
-            for span in batch.spans:
-                owner = slots.setdefault(span.slot, span.sequence_id)
-                expect(owner == span.sequence_id, "two sequences in flight share a slot")
-                for block in span.block_ids:
-                    readers.setdefault(block, set()).add(span.sequence_id)
-            for span in batch.spans:
-                computed = self._sequences[span.sequence_id].num_computed
-                start = span.start if span.is_prefill else max(span.start, computed)
-                for block in span.block_ids[start // size :]:
-                    writer = writers.setdefault(block, span.sequence_id)
-                    expect(writer == span.sequence_id, "two sequences in flight write a block")
-            for block in readers.keys() & writers.keys():
-                alone = readers[block] == {writers[block]}
-                expect(alone, "a block is read that another sequence in flight may write")
 
     def _check_progress(self, first: Sequence | None, served: set[int]) -> None:
         """Who comes first waits for results at most: never for others."""
@@ -430,18 +319,12 @@ class World:
         if self._steps_without_the_first > self.shape.look_ahead + 4:
             raise Violation("who comes first is not served")
 
-    def _check_reports(self, user: User) -> None:
-        request = user.sequence.request
-        if request.params.prompt_logprobs is not None:
-            reported = user.num_reported >= len(request.prompt_token_ids)
-            expect(reported, "a prompt's log probabilities are not all computed")
-
     def _check_end(self) -> None:
         """Everything is back where it came from."""
         cache = self.cache
         expect(not self.scheduler.has_work, "the scheduler has work that nobody asked for")
         expect(not self.scheduler.is_in_flight, "the scheduler waits for results of nothing")
-        expect(cache.is_idle, "somebody holds memory when all have left")
+        expect(is_idle(cache), "somebody holds memory when all have left")
         cache.check_integrity()
         expect(cache.num_available == cache.blocks.size, "a block is lost")
         cache.clear()

@@ -47,9 +47,6 @@ def needs(**changes: Any) -> MemoryNeeds:
     return replace(NEEDS, **changes)
 
 
-# --- What is given to what. ---
-
-
 def test_states_and_workspace_come_first_and_blocks_take_the_rest_but_the_null_block() -> None:
     plan = plan_memory(GPU, NEEDS)
     assert (plan.max_model_len, plan.num_blocks) == (640, 49)
@@ -97,9 +94,6 @@ def test_a_number_of_blocks_is_taken_as_it_is() -> None:
     plan = plan_memory(HOST, needs(num_kv_blocks=3))
     assert (plan.max_model_len, plan.num_blocks) == (192, 3)
     assert plan_memory(GPU, needs(num_kv_blocks=49)).num_blocks == 49
-
-
-# --- What does not fit. ---
 
 
 def refused(budget: MemoryBudget, wanted: MemoryNeeds) -> CapacityError:
@@ -235,9 +229,6 @@ def check_remedies(budget: MemoryBudget, wanted: MemoryNeeds, hint: str) -> None
             assert re.search(pattern, error.hint or "") is None, (hint, str(error))
 
 
-# --- The report. ---
-
-
 def test_the_report_says_in_gib_what_was_given_to_what() -> None:
     assert plan_memory(GPU, needs(max_model_len=192)).lines() == [
         "max_model_len: 192 of the checkpoint's 640",
@@ -266,9 +257,6 @@ def test_the_report_of_a_cpu_tells_of_what_is_known() -> None:
 )
 def test_sizes_are_shown_so_that_small_ones_are_not_nothing(size: float, text: str) -> None:
     assert gib(size) == text
-
-
-# --- What is measured. ---
 
 
 def test_a_cpu_has_a_gib_of_kv_or_what_was_said() -> None:

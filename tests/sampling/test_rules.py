@@ -124,8 +124,6 @@ def expected(lines: Sequence[Line], logits: Tensor) -> list[Rows]:
     ]
 
 
-# --- Each rule by hand, at every row of a block ---
-
 LOGITS = [8.0, 4.0, 2.0, 1.0, -1.0, -2.0, -4.0, -8.0]
 """Of every row; tokens 0 to 7."""
 PROMPT, OUTPUT = 0, 6
@@ -280,8 +278,6 @@ def test_the_rows_by_hand_find_a_rule_that_looks_at_one_row_only(name: str, brok
     assert [BROKEN[broken](one.line, row) for row in range(4)] != one.rows
 
 
-# --- Random texts, drafts and combinations ---
-
 EIGHTHS = st.integers(-64, 64).map(lambda number: number / 8)
 QUARTERS = st.integers(-8, 8).map(lambda number: number / 4)
 
@@ -413,9 +409,6 @@ def test_half_precision_logits_are_changed_in_float32(dtype: torch.dtype) -> Non
     assert apply([Line(rules, (1, 0))], logits) == [[[255.75, 1.0]]]
 
 
-# --- The order of application ---
-
-
 @pytest.mark.parametrize(
     ("rules", "value"),
     [
@@ -465,9 +458,6 @@ def test_stop_ids_return_at_the_row_that_writes_token_min_tokens_plus_one(min_to
     assert all(row[0] == row[3] == 0 for row in rows)
 
 
-# --- Against transformers ---
-
-
 @pytest.mark.parametrize("penalty", [0.7, 1.0, 1.3, 4.0])
 def test_the_repetition_penalty_is_that_of_transformers_at_every_row(penalty: float) -> None:
     from transformers import RepetitionPenaltyLogitsProcessor
@@ -484,9 +474,6 @@ def test_the_repetition_penalty_is_that_of_transformers_at_every_row(penalty: fl
         seen = torch.tensor([tokens[: 20 + row]])
         theirs = processor(seen, logits[:, row])  # pyright: ignore
         torch.testing.assert_close(torch.tensor([rows[row]]), theirs, rtol=1e-6, atol=0)
-
-
-# --- Masks ---
 
 
 @pytest.mark.parametrize("vocab_size", [1, 31, 32, 33, 64, 70])

@@ -79,13 +79,7 @@ class Server:
 
     def metric(self, name: str, **labels: str) -> float:
         """Value of one series of /metrics."""
-        for line in self.get("/metrics").text.splitlines():
-            series, _, value = line.rpartition(" ")
-            if series.partition("{")[0] == f"outrider:{name}" and all(
-                f'{label}="{wanted}"' in series for label, wanted in labels.items()
-            ):
-                return float(value)
-        raise AssertionError(f"no metric {name} {labels}")
+        return metric_of(self.get("/metrics").text, name, **labels)
 
     def is_idle(self) -> bool:
         """The engine says that nobody holds or awaits anything."""
@@ -124,6 +118,17 @@ class Server:
 
     def __exit__(self, *_: object) -> None:
         self.stop()
+
+
+def metric_of(scrape: str, name: str, **labels: str) -> float:
+    """Value of one series in Prometheus' text format."""
+    for line in scrape.splitlines():
+        series, _, value = line.rpartition(" ")
+        if series.partition("{")[0] == f"outrider:{name}" and all(
+            f'{label}="{wanted}"' in series for label, wanted in labels.items()
+        ):
+            return float(value)
+    raise AssertionError(f"no metric {name} {labels}")
 
 
 def wait_until(condition: Callable[[], bool], what: str, seconds: float = 10.0) -> None:

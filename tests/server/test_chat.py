@@ -6,6 +6,7 @@ import fcntl
 import io
 import os
 import pty
+import signal
 import subprocess
 import sys
 import termios
@@ -23,19 +24,30 @@ GREEDY = ("--temperature", "0", "--max-tokens", "16")
 
 
 class Terminal:
-    """A program at a terminal of its own: keys in, what it shows out."""
+    """A program at a terminal of its own: keys in, what it shows out.
 
-    def __init__(self, *words: str) -> None:
+    Args:
+        at_interrupt: what it inherits for SIGINT, however the tests themselves were started.
+    """
+
+    def __init__(
+        self, *words: str, at_interrupt: signal.Handlers = signal.SIG_DFL, no_color: str = ""
+    ) -> None:
         self._master, slave = pty.openpty()
+
+        def prepare() -> None:
+            # Ctrl-C reaches the programs whose controlling terminal this is.
+            fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+            signal.signal(signal.SIGINT, at_interrupt)
+
         self.process = subprocess.Popen(
             [sys.executable, "-m", "outrider", *words],
             stdin=slave,
             stdout=slave,
             stderr=slave,
-            env=os.environ | {"OMP_NUM_THREADS": "1", "TERM": "xterm", "NO_COLOR": ""},
+            env=os.environ | {"OMP_NUM_THREADS": "1", "TERM": "xterm", "NO_COLOR": no_color},
             start_new_session=True,
-            # Ctrl-C reaches the programs whose controlling terminal this is.
-            preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+            preexec_fn=prepare,
         )
         os.close(slave)
         self.shown = ""
@@ -104,11 +116,12 @@ def test_ctrl_c_stops_the_answer_of_a_server_and_not_the_program(
     assert server.metric("request_success_total", finished_reason="abort") == aborted + 1
 
 
-def test_ctrl_c_stops_the_answer_of_a_local_model_and_not_the_program(
+def test_ctrl_c_stops_the_answer_of_a_local_model_even_where_it_is_inherited_as_ignored(
     terminals: list[Terminal],
 ) -> None:
     flags = ("--dtype", "float32", "--max-model-len", "512", "--kv-cache-memory-gib", "0.02")
-    terminals.append(Terminal("chat", str(MODEL), *flags, *MTP, *ENDLESS))
+    words = ("chat", str(MODEL), *flags, *MTP, *ENDLESS)
+    terminals.append(Terminal(*words, at_interrupt=signal.SIG_IGN))
     talk(terminals[0])
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 import inspect
+import json
 import logging
 import os
 import re
@@ -19,18 +20,29 @@ from outrider.engine_messages import Stats
 from outrider.server.metrics import Metrics
 from outrider.server.middleware import ApiKeys
 from outrider.server.protocol import ChatRequest, CompletionRequest, SamplingRequest, WithoutEffect
-from tests.server.serving import Server
+from outrider.tokenizer import Tokenizer
+from tests.server.serving import MODEL, Server
 
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+
+TOKENIZER = Tokenizer.from_pretrained(MODEL)
+(X,) = TOKENIZER.encode("x")
+ALWAYS_X = {str(X): 100}
+ENDS: list[int] = json.loads((MODEL / "config.json").read_text())["eos_token_id"]
+AT_ONCE_THE_END = {str(token_id): 100 for token_id in ENDS}
 
 SHARED: dict[str, Any] = {
     **{"user": "u", "metadata": {"a": "b"}, "store": True, "service_tier": "auto"},
     **{"safety_identifier": "s", "prompt_cache_key": "k", "model": "tiny", "stream": None},
     **{"stream_options": {"include_usage": True}, "n": 2, "max_tokens": 2, "min_tokens": 2},
-    **{"temperature": 0.5, "top_p": 0.9, "top_k": 5, "min_p": 0.1, "seed": 3, "stop": ["a", "e"]},
-    **{"stop_token_ids": [9], "ignore_eos": True, "presence_penalty": 1.0},
-    **{"frequency_penalty": 1.0, "repetition_penalty": 1.2, "logit_bias": {"9": -5}},
-    **{"bad_words": ["the"], "structured_output": {"kind": "regex", "text": "[ab]{2}"}},
+    **{"temperature": 0, "top_p": 1e-6, "top_k": 1, "min_p": 1.0, "seed": 3},
+    **{"stop": ["a", "e", "i", "r"], "stop_token_ids": [X], "ignore_eos": True},
+    **{"presence_penalty": 2.0, "frequency_penalty": 2.0, "repetition_penalty": 2.0},
+    **{
+        "logit_bias": ALWAYS_X,
+        "bad_words": ["x"],
+        "structured_output": {"kind": "regex", "text": "[ab]{2}"},
+    },
     **{"priority": 2, "speculation": {"enabled": False}, "outrider_trace": True},
 }
 COMPLETION: dict[str, Any] = SHARED | {
@@ -45,9 +57,23 @@ CHAT: dict[str, Any] = SHARED | {
 }
 NEEDS: dict[str, dict[str, Any]] = {
     "top_logprobs": {"logprobs": True},
-    "min_tokens": {"ignore_eos": False},
+    "min_tokens": {"logit_bias": AT_ONCE_THE_END},
+    "ignore_eos": {"logit_bias": AT_ONCE_THE_END},
+    "stop_token_ids": {"logit_bias": ALWAYS_X},
+    "bad_words": {"logit_bias": ALWAYS_X},
+    "presence_penalty": {"max_tokens": 32},
+    "frequency_penalty": {"max_tokens": 32},
+    "repetition_penalty": {"max_tokens": 32},
 }
+"""Without which a field has nothing to do."""
 WITHOUT_EFFECT = set(WithoutEffect.model_fields)
+ELSEWHERE = {
+    *("model", "stream", "priority", "best_of", "logprobs", "top_logprobs", "outrider_trace"),
+    *("tool_choice", "parallel_tool_calls"),
+}
+"""With an effect, here none, on something else than the text."""
+GREEDY = {"temperature", "top_p", "top_k", "min_p"}
+"""As the table sets them, each of them leaves the likeliest token alone."""
 
 
 def test_the_tables_of_this_file_know_every_field() -> None:
@@ -81,20 +107,33 @@ def test_every_field_is_taken_by_both_ways_of_answering(client: openai.OpenAI, k
     create = client.chat.completions.create if is_chat else client.completions.create
     prompt = {"messages": [{"role": "user", "content": "x"}]} if is_chat else {"prompt": "def f"}
     base: dict[str, Any] = {"model": "tiny", "temperature": 1, "seed": 1, "max_tokens": 4, **prompt}
-    usual = said(sent(create, base).choices)
+    first = sent(create, base)
+    usual = said(first.choices)
+    found: dict[str, dict[int, str]] = {}
     for name, value in (CHAT if is_chat else COMPLETION).items():
-        fields = base | {name: value} | NEEDS.get(name, {})
+        without = base | NEEDS.get(name, {})
+        fields = without | {name: value}
         if name == "max_completion_tokens":
             del fields["max_tokens"]
         if name != "stream_options":  # which is refused where nothing is streamed
             whole = sent(create, fields)
-            if name in WITHOUT_EFFECT:
-                assert said(whole.choices) == usual, name
+            before = sent(create, without) if name in NEEDS else first
+            is_same = _told(whole) == _told(before)
+            assert is_same == (name in WITHOUT_EFFECT | ELSEWHERE), name
+            found[name] = said(whole.choices)
         chunks = list(sent(create, fields | {"stream": True}))
         streamed = said([choice for chunk in chunks for choice in chunk.choices])
         wanted = usual if name == "stream_options" else said(whole.choices)
         assert streamed == wanted, name
         assert (chunks[-1].usage is not None) == (name == "stream_options"), name
+    assert [found[name] for name in GREEDY] == [found["temperature"]] * len(GREEDY)
+    assert found["logit_bias"] == {0: "xxxx"}
+    assert found["stop_token_ids"] == {0: ""} and "xx" not in found["bad_words"][0]
+
+
+def _told(answer: Any) -> tuple[dict[int, str], int]:
+    """Texts, and how many tokens they took: the end's own token has none."""
+    return said(answer.choices), answer.usage.completion_tokens
 
 
 def test_every_key_is_compared_in_constant_time(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -42,12 +42,25 @@ def text_of(server: Server) -> str:
     return server.post(COMPLETIONS, SHORT).json()["choices"][0]["text"]
 
 
-def connect(server: Server, sent: bytes) -> socket.socket:
-    """A connection that says this much and no more."""
+def connect(server: Server, sent: bytes, room: int | None = None) -> socket.socket:
+    """A connection that says this much and no more, and holds about `room` bytes unread."""
     host, port = server.url.removeprefix("http://").split(":")
-    line = socket.create_connection((host, int(port)), 10)
+    line = socket.socket()
+    if room is not None:
+        line.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, room)
+    line.settimeout(10)
+    line.connect((host, int(port)))
     line.sendall(sent)
     return line
+
+
+def _posted(body: dict[str, Any]) -> bytes:
+    content = json.dumps(body).encode()
+    head = (
+        f"POST {COMPLETIONS} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        f"Content-Length: {len(content)}\r\n\r\n"
+    )
+    return head.encode() + content
 
 
 HALF_OPEN = {
@@ -57,10 +70,7 @@ HALF_OPEN = {
     b'Content-Type: application/json\r\n\r\n{"prompt": "def f", ',
     "half of a chunk": b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\n"
     b"Transfer-Encoding: chunked\r\n\r\n40\r\n{",
-    "reads nothing": b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: "
-    + str(len(json.dumps(LONG))).encode()
-    + b"\r\nContent-Type: application/json\r\n\r\n"
-    + json.dumps(LONG).encode(),
+    "reads nothing": _posted(LONG),
 }
 
 
@@ -90,8 +100,28 @@ def test_a_drain_does_not_wait_for_the_rest_of_a_request() -> None:
     assert "Traceback" not in server.log
 
 
+def test_readers_that_do_not_read_give_their_places_back_when_the_engine_is_done() -> None:
+    """Every chunk names the model, so a long name makes answers that no socket buffer holds."""
+    name = "m" * 60_000  # 100 chunks are 6 MB; Linux buffers at most 4 MB of what is sent
+    flags = ("--max-num-seqs", "2", "--max-waiting", "0", "--request-timeout", "2.5")
+    with (
+        Server(*flags, "--served-model-name", name, "--drain-timeout", "1") as server,
+        contextlib.ExitStack() as lines,
+    ):
+        for max_tokens in (100, 400):  # one ends by itself, one takes too long
+            body = LONG | {"model": name, "max_tokens": max_tokens}
+            lines.enter_context(connect(server, _posted(body), 4096))
+        wait_until(lambda: server.metric("num_requests_running") == 2, "two running requests")
+        assert server.post(COMPLETIONS, SHORT).status_code == 429
+        wait_until(server.is_idle, "an idle engine")
+        assert server.post(COMPLETIONS, SHORT | {"n": 2}).status_code == 200
+        with within(5):
+            server.process.terminate()
+            assert server.process.wait(10) == 0
+
+
 def test_an_engine_that_stands_still_hangs_nobody() -> None:
-    with Server(*MTP, "--request-timeout", "1", "--drain-timeout", "1") as server:
+    with Server(*MTP, "--request-timeout", "0.3", "--drain-timeout", "1") as server:
         pid = server.engine_pid()
         os.kill(pid, signal.SIGSTOP)
         with within(5):

@@ -86,6 +86,9 @@ def test_the_page_needs_nothing_but_the_server(server: Server) -> None:
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     assert f"script-src 'sha256-{digest}'" in policy
     assert "default-src 'none'" in policy and "unsafe" not in policy
+    assert "legend.html" not in answer.text
+    for kind in ("drafted", "corrected", "bonus", "plain"):  # the legend has its place
+        assert f'<span class="token {kind}"' in answer.text
 
 
 def test_tokens_and_curves_are_those_that_the_server_sent(browser: Browser, server: Server) -> None:
@@ -261,6 +264,10 @@ def test_errors_are_shown_in_the_servers_words_at_their_field(
     for name, value, start in (
         ("temperature", "-1", "temperature: got -1"),
         ("max_tokens", "1.5", 'max_tokens: got "1.5"; allowed: a whole number'),
+        ("seed", "9007199254740993", 'seed: got "9007199254740993"; allowed on this page: what a'),
+        ("seed", "-9007199254740992", 'seed: got "-9007199254740992"; allowed on this page'),
+        ("seed", "+5", 'seed: got "+5"; allowed: a whole number'),
+        ("temperature", "9" * 400, f'temperature: got "{"9" * 400}"; allowed on this page'),
         ("prompt", "", "prompt is empty"),
         ("max_draft_tokens", "-3", "max_draft_tokens: got -3"),
     ):
@@ -272,6 +279,11 @@ def test_errors_are_shown_in_the_servers_words_at_their_field(
         assert browser.evaluate(invalid) == name
         browser.fill(f"#{name}", good)
         assert completed(browser, max_tokens="4")
+
+    browser.fill("#seed", "9007199254740991")  # the largest that every reader of JSON holds
+    asked = 'JSON.stringify(body()).match(/"seed":(\\d+)/)[1]'
+    assert browser.evaluate(asked) == "9007199254740991"
+    assert completed(browser, max_tokens="4")
 
     browser.evaluate("window.extra = {ignore_eos: true}")
     browser.fill("#max_tokens", "480")

@@ -54,6 +54,15 @@ def test_chat_logprobs_have_bytes_and_alternatives() -> None:
     }
 
 
+def test_what_guesses_would_have_added_is_shown_however_many_they_are() -> None:
+    (a,) = ids("a")
+    drafts = (*EURO, *ids("xyzxyz"), *EURO)  # beyond what one guess is decoded after
+    whole = Completion(text="a", token_ids=(a,), rounds=(RoundTrace(drafts, 0, 1),))
+    (entry,) = OriginTrace(tokenizer()).push(whole)
+    euro = ["\ufffd", "\ufffd", "€"]
+    assert entry["rejected"] == [*euro, *"xyzxyz", *euro]
+
+
 def test_origins_follow_the_text_with_rejected_guesses_at_the_correction() -> None:
     a, b, c, x, y = ids("abcxy")
     rounds = (RoundTrace((), 0, 1), RoundTrace((b, x, y), 1, 2))

@@ -71,9 +71,6 @@ def proposal_of(chooser: DraftChooser, steps: Sequence[Tensor], ids: Tensor | No
     return chooser.proposal(torch.full((steps[0].shape[0],), len(steps)))
 
 
-# --- Argmax. ---
-
-
 @pytest.mark.parametrize("temperature", [0.0, 1.5])
 def test_argmax_takes_the_likeliest_token_and_the_lowest_id_among_equals(
     temperature: float,
@@ -96,8 +93,6 @@ def test_point_masses_record_no_distribution(mode: DraftSampling) -> None:
     assert proposal.token_ids.shape == (4, 3)
     assert proposal.num_drafts.tolist() == [3] * 4
 
-
-# --- Coupled. ---
 
 NARROWED = (
     {},
@@ -165,9 +160,6 @@ def test_a_greedy_entry_keeps_its_argmax_when_coupled_and_stays_valid_when_sampl
     assert bool(((chosen >= 0) & (chosen < VOCAB_SIZE)).all())
 
 
-# --- Sampled: q. ---
-
-
 def plain_q(
     logits: Sequence[float], top_m: int, temperature: float, top_k: int, top_p: float, min_p: float
 ) -> dict[int, float]:
@@ -222,8 +214,6 @@ def test_the_numbers_that_decide_belong_to_target_ids() -> None:
     mapped = chooser(SAMPLED, arrays(300), top_m=5).choose(logits, MAP)
     assert torch.equal(mapped, chooser(SAMPLED, arrays(300), top_m=5).choose(wide, None))
 
-
-# --- Sampled: frequencies. ---
 
 SAMPLES = 40_000
 LOGITS = (0.3, -1.2, 2.0, 1.4, 0.0)
@@ -305,9 +295,6 @@ def test_sampled_drafts_are_independent_of_the_targets_own_draw() -> None:
     law = law_of_all(proposal, 0, 5)
     counts = joint_counts(proposal.token_ids[:, 0], own, 5)
     assert_follows(counts, torch.outer(law, law))
-
-
-# --- Company. ---
 
 
 @dataclass(frozen=True)

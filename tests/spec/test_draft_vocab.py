@@ -66,9 +66,6 @@ def write_ids(path: Path, ids: Sequence[object]) -> str:
     return str(path)
 
 
-# --- What the head covers. ---
-
-
 @pytest.mark.parametrize("shape", SHAPES[:2], ids=lambda shape: shape.label)
 def test_the_head_covers_exactly_the_chosen_ids_in_ascending_order(
     random_checkpoint: Checkpoints, tmp_path: Path, shape: TinyShape
@@ -114,9 +111,6 @@ def test_drafts_are_chosen_ids_and_texts_are_not_confined_to_them(
     drafts = {d for output in outputs for r in output.rounds for d in r.draft_token_ids}
     assert drafts and drafts <= set(chosen)
     assert not {token for output in outputs for token in output.token_ids} <= set(chosen)
-
-
-# --- The text, with a trained model. ---
 
 
 @cache
@@ -195,9 +189,6 @@ def test_sampled_drafts_from_a_part_of_the_vocabulary_keep_the_law_of_the_text(
     outputs = draw(engine, prompt, 700)
     assert_that_drafts_decide(outputs)
     assert statistic(outputs, exact_law(tmp_path, prompt)) < CHI_SQUARE_LIMIT
-
-
-# --- Where ids come from. ---
 
 
 def opened(path: Path, **options: Any) -> Checkpoint:

@@ -138,8 +138,6 @@ def test_a_text_is_looked_up_alike_in_any_company() -> None:
     assert any(alone) and not all(alone)
 
 
-# --- End to end. ---
-
 Checkpoints = Callable[[TinyShape], Path]
 
 

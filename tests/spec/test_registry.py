@@ -220,9 +220,6 @@ def test_a_target_hosts_a_method_or_lists_those_that_work(
     assert caught.value.hint is not None
 
 
-# --- A method with nothing to sample from. ---
-
-
 def ngram_engine(path: Path, draft_sampling: str | None = None) -> Engine:
     return make_engine(path, 3, method="ngram", draft_sampling=draft_sampling)
 

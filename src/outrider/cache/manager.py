@@ -251,24 +251,18 @@ class CacheManager:
         What belongs to no cached node is free again.
         """
         self._holdings.clear()
-        self._tree.leave_all()
-        nodes = self._tree.nodes()
-        kept = [node for node in nodes if node.checkpoint is not None]
+        nodes = self._tree.leave_all()
+        kept = {node: node.checkpoint for node in nodes if node.checkpoint is not None}
         order = dict.fromkeys(self._checkpointed) | dict.fromkeys(kept)
         self._checkpointed = OrderedDict((node, None) for node in order if node in kept)
         self.blocks.keep_only(node.block_id for node in nodes)
-        self.checkpoints.keep_only(node.checkpoint for node in kept if node.checkpoint is not None)
+        self.checkpoints.keep_only(kept.values())
         self.slots.keep_only(())
 
     def clear(self) -> None:
         """Forget everything that is cached and unused."""
         while self._tree.num_unused:
             self._evict()
-
-    @property
-    def is_idle(self) -> bool:
-        """Nobody holds anything."""
-        return not self._holdings
 
     def _take(self, count: int) -> list[int] | None:
         if count > self.num_available:

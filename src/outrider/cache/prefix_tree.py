@@ -90,13 +90,15 @@ class PrefixTree:
         if node.num_users == 0:
             self._unused[node] = None
 
-    def leave_all(self) -> None:
-        """No sequence runs through any node."""
-        unused = dict.fromkeys(self._unused) | dict.fromkeys(self.nodes())
-        known = set(self.nodes())
-        self._unused = OrderedDict((node, None) for node in unused if node in known)
-        for node in known:
+    def leave_all(self) -> list[Node]:
+        """No sequence runs through any node; returns all nodes, parents before children."""
+        nodes = self.nodes()
+        known = dict.fromkeys(nodes)
+        order = dict.fromkeys(self._unused) | known
+        self._unused = OrderedDict((node, None) for node in order if node in known)
+        for node in nodes:
             node.num_users = 0
+        return nodes
 
     def evict(self) -> Node:
         """Take out the unused node that was used longest ago, of those that nothing hangs on."""

@@ -61,16 +61,14 @@ def read_rotary(text: Section, default_factor: float, head_dim: int) -> Rotary:
 
 
 def _mrope_section(sections: list[Section], rotary_dim: int) -> tuple[int, int, int] | None:
-    """Frequencies for time, height and width, or None where a token has one position."""
+    """Frequencies for time, height and width, or None where a token has one position.
+
+    Sections one behind the other, not interleaved, are None too: they divide frequencies between
+    positions that are equal for text, and Outrider takes nothing but text.
+    """
     section = next((s for s in sections if s.get("mrope_section") is not None), None)
     if section is None:
         return None
-    if not section.boolean("mrope_interleaved", default=True):
-        raise CheckpointError(
-            f"{section.name}: mrope_interleaved: sections one behind the other are not built yet",
-            got=False,
-            allowed="true, or no such key",
-        )
     value, half = section.get("mrope_section"), rotary_dim // 2
     counts = cast(list[object], value) if isinstance(value, list) else []
     numbers = [n for n in counts if isinstance(n, int) and not isinstance(n, bool) and n >= 0]
@@ -81,6 +79,8 @@ def _mrope_section(sections: list[Section], rotary_dim: int) -> tuple[int, int, 
             allowed=f"three numbers of frequencies (time, height, width) that add up to {half}, "
             f"half of the {rotary_dim} dims that are rotated",
         )
+    if not section.boolean("mrope_interleaved", default=True):
+        return None
     return numbers[0], numbers[1], numbers[2]
 
 

@@ -11,9 +11,7 @@ from outrider.errors import RequestError
 from outrider.server.errors import bad_field, from_outrider
 from outrider.server.parsing import THINK_OPEN
 from outrider.server.protocol import Message, Tool
-from outrider.tokenizer import Tokenizer
-
-_OWN_VARIABLES = ("messages", "tools", "documents", "add_generation_prompt")
+from outrider.tokenizer import CONVERSATION_VARIABLES, Tokenizer
 
 
 @dataclass(frozen=True)
@@ -40,7 +38,7 @@ def chat_prompt(
     Raises:
         ApiError: the template refuses the messages, or has no place for what was given.
     """
-    for name in _OWN_VARIABLES:
+    for name in CONVERSATION_VARIABLES:
         if name in template_variables:
             param = f"chat_template_kwargs.{name}"
             raise bad_field(param, f"{param}: give it as a field of the request")

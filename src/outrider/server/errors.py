@@ -17,6 +17,7 @@ from outrider.errors import (
     DrainingError,
     EngineDeadError,
     OutriderError,
+    RequestError,
     StuckRoundError,
 )
 
@@ -122,8 +123,12 @@ def from_outrider(error: OutriderError, names: Mapping[str, str] | None = None) 
     if isinstance(error, DeadlineError):
         # Clients would send the request again, to be too late again.
         return ApiError(408, str(error), code="timeout", headers={"x-should-retry": "false"})
-    if isinstance(error, CapacityError):  # an idle engine has no room for it, and never will
-        return bad_field("prompt", str(error), "context_length_exceeded")
+    if isinstance(error, CapacityError):
+        # Requests that no engine of this size can serve are refused before they are queued.
+        headers = {"x-should-retry": "false"}  # it was tried again already
+        return ApiError(500, str(error), code="out_of_memory", headers=headers)
+    if not isinstance(error, RequestError):  # the client has done nothing wrong
+        return ApiError(500, str(error), code="engine_fault")
     field = next(
         (name for start, name in _FIELDS_OF_PARAMS.items() if error.what.startswith(start)),
         error.what.split(maxsplit=1)[0].rstrip(":"),

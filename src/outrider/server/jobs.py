@@ -73,7 +73,11 @@ class _Deadline:
 
 
 class RunningJob:
-    """A job that the engine has accepted."""
+    """A job that the engine has accepted.
+
+    It leaves its place in the queue when the engine is done with it, which may be long before a
+    client that reads slowly has its answer.
+    """
 
     def __init__(
         self, job: Job, streams: list[RequestStream], place: Place, deadline: _Deadline
@@ -81,12 +85,15 @@ class RunningJob:
         self._job = job
         self._place = place
         self._streams = streams
+        self._num_running = len(streams)
         self._outputs: list[RequestOutput | None] = [None] * len(streams)
         self._timer: asyncio.TimerHandle | None = None
         if deadline.at is not None:
             self._timer = asyncio.get_running_loop().call_at(
                 deadline.at, self._expire, deadline.error
             )
+        for stream in streams:
+            stream.call_at_end(self._stream_ended)
 
     @classmethod
     async def start(cls, job: Job, service: Service) -> RunningJob:
@@ -113,6 +120,11 @@ class RunningJob:
             raise
         return cls(job, streams, place, deadline)
 
+    def _stream_ended(self) -> None:
+        self._num_running -= 1
+        if self._num_running == 0:
+            self._place.leave()
+
     def _expire(self, error: DeadlineError) -> None:
         for stream in self._streams:
             stream.cancel(error)
@@ -123,7 +135,6 @@ class RunningJob:
             self._timer.cancel()
         for stream in self._streams:
             stream.close()
-        self._place.leave()
 
     async def _grown(self) -> AsyncIterator[tuple[int, RequestOutput]]:
         """(prompt's index, its output) whenever one has grown."""

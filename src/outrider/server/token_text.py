@@ -14,8 +14,6 @@ from outrider.trace import Origin, RoundTrace
 LEAST_LOGPROB = -9999.0
 """Stands for minus infinity, which JSON does not have."""
 
-_CONTEXT = 8  # ids; what a guess is decoded after, so that it can complete a character
-
 
 def _bytes_of_letters() -> dict[str, int]:
     """Letter -> byte, as byte-level BPE spells tokens: printable bytes are themselves."""
@@ -161,8 +159,7 @@ class OriginTrace:
             position = "" if origin.position is None else f":{origin.position}"
             rejected: list[str] = []
             if origin.origin is Origin.CORRECTED:
-                before = token_ids[max(self._num_tokens - _CONTEXT, 0) : self._num_tokens]
-                rejected = self._guesses(before, trace.rejected_token_ids)
+                rejected = self._guesses(token_ids[: self._num_tokens], trace.rejected_token_ids)
             self._waiting.append(
                 {
                     "text": self._detokenizer.push([token_id]),
@@ -174,16 +171,11 @@ class OriginTrace:
             self._num_tokens += 1
 
     def _guesses(self, before: Sequence[int], rejected: Sequence[int]) -> list[str]:
-        """What each rejected id would have added, special tokens shown."""
-        ids = list(before)
-        given = self._tokenizer.decode(ids, skip_special_tokens=False).rstrip(REPLACEMENT)
-        guesses: list[str] = []
-        for token_id in rejected:
-            ids.append(token_id)
-            text = self._tokenizer.decode(ids, skip_special_tokens=False)
-            guesses.append(text[len(given) :])
-            given = text.rstrip(REPLACEMENT)
-        return guesses
+        """What each rejected id would have added after those before it."""
+        return [
+            self._tokenizer.decode_after([*before, *rejected[:index]], [token_id])
+            for index, token_id in enumerate(rejected)
+        ]
 
     def _ready(self, num_characters: int, finished: bool) -> Iterator[dict[str, Any]]:
         """Entries within the text, which stop strings hold back or cut."""

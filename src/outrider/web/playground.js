@@ -254,10 +254,13 @@ function body() {
     const text = $(name).value.trim();
     if (!text) continue;
     const whole = name !== "temperature";
-    if (!(whole ? /^[+-]?\d+$/ : /^[+-]?(\d+\.?\d*|\.\d+)$/).test(text)) {
+    if (!(whole ? /^-?\d+$/ : /^-?(\d+\.?\d*|\.\d+)$/).test(text)) {
       throw Object.assign(new Error(`${name}: got ${visible(text)}; allowed: a ${whole ? "whole number" : "number"}`), {field: name});
     }
     const value = Number(text);
+    if (!(whole ? Number.isSafeInteger(value) : Number.isFinite(value))) {  // another one would be sent
+      throw Object.assign(new Error(`${name}: got ${visible(text)}; allowed on this page: what a browser can hold, ${whole ? `up to ${Number.MAX_SAFE_INTEGER}` : "a finite number"}`), {field: name});
+    }
     if (name === "max_draft_tokens") asked.speculation.max_draft_tokens = value; else asked[name] = value;
   }
   return asked;
