@@ -11,12 +11,23 @@ from collections.abc import AsyncIterator, Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
+import msgspec
+import numpy as np
 import pytest
+import zmq
 
 from outrider import LLM, CapacityError, RequestError, SamplingParams
 from outrider.async_llm import AsyncLLM
 from outrider.config import EngineConfig, SpeculativeConfig
-from outrider.engine_messages import RequestDelta, Stats
+from outrider.engine_messages import (
+    Abort,
+    Refused,
+    RequestDelta,
+    Stats,
+    decode_from_engine,
+    encode,
+)
+from outrider.engine_process import SocketPorts
 from outrider.errors import EngineDeadError
 from outrider.output import RequestOutput
 from tests.trained import trained_folder
@@ -147,6 +158,50 @@ def test_a_request_that_cannot_be_served_fails_alone() -> None:
         assert len((await running)[-1].token_ids) == 24
 
     run(test)
+
+
+WRONG_PROMPTS: list[Any] = [["a"], [1.5], [None], [True], [2**70], {"a": 1}, b"ab", 5, None]
+
+
+def test_arguments_of_the_wrong_type_are_refused_as_the_synchronous_front_does() -> None:
+    async def test(llm: AsyncLLM) -> None:
+        running = asyncio.create_task(collect(llm.generate(PROMPT, GREEDY)))
+        for prompt in WRONG_PROMPTS:
+            with pytest.raises(RequestError, match=r"^prompt( token 0)?: got "):
+                await collect(llm.generate(prompt, GREEDY))
+        params: Any
+        for params in (5, {}, "greedy"):
+            with pytest.raises(RequestError, match=r"^params: got "):
+                await collect(llm.generate("a", params))
+        assert len((await running)[-1].token_ids) == 24
+        # A subclass is as good as the type itself.
+        halves = SamplingParams(temperature=np.float64(0), top_p=np.float64(0.5), max_tokens=2)
+        assert len((await collect(llm.generate("a", halves)))[-1].token_ids) == 2
+
+    run(test)
+
+
+def test_a_message_that_cannot_be_read_costs_its_own_request_only(tmp_path: Path) -> None:
+    addresses = [f"ipc://{tmp_path}/{name}" for name in ("to", "from")]
+    ports = SocketPorts(*addresses)
+    context = zmq.Context()
+    sender, receiver = context.socket(zmq.PUSH), context.socket(zmq.PULL)
+    try:
+        sender.connect(addresses[0])
+        receiver.connect(addresses[1])
+        for content in (b"", b"\xc1", msgspec.msgpack.encode(["Nothing", "x"])):
+            sender.send(content)
+        sender.send(msgspec.msgpack.encode(["Add", "lost", ["a"], {}]))
+        sender.send(encode(Abort("next")))
+        assert ports.receive(10) == Abort("next")
+        assert ports.receive(0) is None
+        assert receiver.poll(10_000)
+        answer = decode_from_engine(receiver.recv())
+        assert isinstance(answer, Refused) and answer.request_id == "lost"
+        assert "cannot be read" in answer.fault.what and not receiver.poll(0)
+    finally:
+        ports.close()
+        context.destroy(linger=0)
 
 
 def test_an_engine_that_is_killed_fails_everything_in_flight_at_once() -> None:

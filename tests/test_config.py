@@ -222,6 +222,8 @@ BAD_SAMPLING: list[tuple[str, Any]] = [
     ("max_tokens", None),
     ("max_tokens", True),
     ("max_tokens", 3.0),
+    ("max_tokens", 2**63),
+    pytest.param("max_tokens", 10**5000, id="max_tokens-5000 digits"),
     ("temperature", -0.1),
     ("temperature", math.nan),
     ("temperature", math.inf),
@@ -232,6 +234,7 @@ BAD_SAMPLING: list[tuple[str, Any]] = [
     ("top_k", 0),
     ("top_k", -1),
     ("top_k", 2.0),
+    ("top_k", 2**63),
     ("top_p", 0),
     ("top_p", 1.01),
     ("top_p", -0.5),
@@ -251,6 +254,7 @@ BAD_SAMPLING: list[tuple[str, Any]] = [
     ("speculation", None),
     ("max_draft_tokens", -1),
     ("max_draft_tokens", True),
+    ("max_draft_tokens", 2**63),
 ]
 
 
@@ -268,6 +272,27 @@ def test_a_sampling_value_that_is_not_allowed_is_refused_by_name(name: str, valu
 def test_stop_strings_that_are_empty_or_no_strings_are_refused(stop: Any) -> None:
     with pytest.raises(RequestError, match=r"stop string: got .*not empty"):
         SamplingParams(stop=stop)
+
+
+@pytest.mark.parametrize(
+    ("fields", "what"),
+    [
+        ({"stop": "a\ud800"}, "stop string"),
+        ({"bad_words": ["a\udfff"]}, "bad word"),
+        ({"structured_output": {"kind": "regex", "text": "a\ud800"}}, "structured output text"),
+    ],
+)
+def test_text_that_is_not_valid_unicode_is_refused(fields: dict[str, Any], what: str) -> None:
+    with pytest.raises(RequestError, match=rf"^{what}.* is not valid Unicode at character 1"):
+        SamplingParams(**fields)
+
+
+@pytest.mark.parametrize(
+    "fields", [{"stop_token_ids": [2**63]}, {"logit_bias": {2**63: 1.0}}], ids=str
+)
+def test_token_ids_of_more_than_64_bits_are_refused(fields: dict[str, Any]) -> None:
+    with pytest.raises(RequestError, match=r"token id: got 9223372036854775808; allowed: an int"):
+        SamplingParams(**fields)
 
 
 @pytest.mark.parametrize("token_id", [-1, "a", True, 1.0])

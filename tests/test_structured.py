@@ -143,7 +143,7 @@ def test_a_dead_end_of_the_grammar_allows_the_end_of_the_text() -> None:
 
 
 BROKEN = {
-    "regex": ["(", "[a", "*a", "a{3,1}", "\ud800"],
+    "regex": ["(", "[a", "*a", "a{3,1}"],
     "ebnf": ["root ::= ", 'foo ::= "a"', "root ::= bar", 'root ::= "a', "hello"],
     "json_schema": ["{", "[]", "3", "false", '{"type": "word"}', '{"$ref": "#/nothing"}'],
 }

@@ -281,6 +281,16 @@ def test_templates_can_tell_the_time_and_break_loops(folder: Path) -> None:
     assert tokenizer.apply_chat_template(MESSAGES) == "41"
 
 
+@pytest.mark.parametrize("name", ["mood", "name", "kwargs", "context"])
+def test_a_template_variable_may_have_any_name_but_one(folder: Path, name: str) -> None:
+    tokenizer = Tokenizer.from_pretrained(write(folder, chat_template=f"[{{{{ {name} }}}}]"))
+    variables: dict[str, Any] = {name: "fine"}
+    assert tokenizer.apply_chat_template(MESSAGES, **variables) == "[fine]"
+    variables = {"self": "fine"}
+    with pytest.raises(RequestError, match=r"variable self.*allowed: any other name"):
+        tokenizer.apply_chat_template(MESSAGES, **variables)
+
+
 def test_a_request_that_the_template_refuses_carries_its_reason(chat: Tokenizer) -> None:
     messages = [*MESSAGES, {"role": "system", "content": "late"}]
     with pytest.raises(RequestError, match="system goes first"):
@@ -314,7 +324,9 @@ def test_a_tokenizer_without_template_cannot_chat() -> None:
         PLAIN.apply_chat_template(MESSAGES)
 
 
-@pytest.mark.parametrize("messages", [[], [{}], [{"role": 3}], ["hello"]], ids=str)
+@pytest.mark.parametrize(
+    "messages", [[], [{}], [{"role": 3}], ["hello"], "hello", 5, float("nan"), None], ids=str
+)
 def test_messages_without_roles_are_refused(chat: Tokenizer, messages: Any) -> None:
     with pytest.raises(RequestError, match="chat messages: got "):
         chat.apply_chat_template(messages)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import cast
 
 from outrider.batch import LogitRules, Tier
 from outrider.checks import check_type
@@ -49,7 +50,7 @@ class AdmissionRules:
             RequestError: the prompt or a parameter cannot be served.
         """
         check_type(RequestError, "params", params, SamplingParams)
-        self._check_prompt(prompt)
+        check_prompt(prompt, self.max_model_len, self.vocab_size)
         self._check_params(params)
         stops = () if params.ignore_eos else self.eos_token_ids
         seed = params.seed
@@ -93,21 +94,6 @@ class AdmissionRules:
             wanted = DraftSampling.ARGMAX if cool else DraftSampling.SAMPLED
         return DraftSampling(wanted)
 
-    def _check_prompt(self, prompt: Sequence[int]) -> None:
-        if not isinstance(prompt, list | tuple):
-            raise RequestError("prompt", got=prompt, allowed="a list or tuple of token ids")
-        if len(prompt) == 0:
-            raise RequestError("prompt is empty", got=0, allowed="at least one token")
-        if len(prompt) >= self.max_model_len:
-            raise RequestError(
-                "prompt is too long",
-                got=f"{len(prompt)} tokens",
-                allowed=f"at most {self.max_model_len - 1}, one less than max_model_len",
-                hint="shorten the prompt or raise max_model_len",
-            )
-        for index, token_id in enumerate(prompt):
-            self._check_id(f"prompt token {index}", token_id)
-
     def _check_params(self, params: SamplingParams) -> None:
         reports = params.logprobs is not None or params.prompt_logprobs is not None
         if params.logprobs_mode != "raw" and not reports:
@@ -117,9 +103,9 @@ class AdmissionRules:
                 hint="ask for logprobs or prompt_logprobs, or leave it out",
             )
         for token_id in params.stop_token_ids:
-            self._check_id("stop token id", token_id)
+            _check_id("stop token id", token_id, self.vocab_size)
         for token_id in params.logit_bias or ():
-            self._check_id("logit_bias token id", token_id)
+            _check_id("logit_bias token id", token_id, self.vocab_size)
         stops = {*params.stop_token_ids, *(() if params.ignore_eos else self.eos_token_ids)}
         if params.min_tokens and len(stops) == self.vocab_size:
             raise RequestError(
@@ -157,12 +143,6 @@ class AdmissionRules:
                     hint="leave one of the two out",
                 )
 
-    def _check_id(self, what: str, token_id: object) -> None:
-        if type(token_id) is not int or not 0 <= token_id < self.vocab_size:
-            raise RequestError(
-                what, got=token_id, allowed=f"an integer from 0 to {self.vocab_size - 1}"
-            )
-
     def _rules(self, num_prompt: int, params: SamplingParams) -> LogitRules:
         return LogitRules(
             num_prompt=num_prompt,
@@ -186,6 +166,34 @@ class AdmissionRules:
                 if ids:
                     spelled[ids] = None
         return tuple(spelled)
+
+
+def check_prompt(prompt: object, max_model_len: int, vocab_size: int) -> tuple[int, ...]:
+    """The prompt as token ids that the model can continue.
+
+    Raises:
+        RequestError: they are none, too many, or not all of the vocabulary.
+    """
+    if not isinstance(prompt, list | tuple):
+        raise RequestError("prompt", got=prompt, allowed="a string or a list of token ids")
+    token_ids = cast(Sequence[object], prompt)
+    if len(token_ids) == 0:
+        raise RequestError("prompt is empty", got=0, allowed="at least one token")
+    if len(token_ids) >= max_model_len:
+        raise RequestError(
+            "prompt is too long",
+            got=f"{len(token_ids)} tokens",
+            allowed=f"at most {max_model_len - 1}, one less than max_model_len",
+            hint="shorten the prompt or raise max_model_len",
+        )
+    for index, token_id in enumerate(token_ids):
+        _check_id(f"prompt token {index}", token_id, vocab_size)
+    return tuple(cast(Sequence[int], token_ids))
+
+
+def _check_id(what: str, token_id: object, vocab_size: int) -> None:
+    if type(token_id) is not int or not 0 <= token_id < vocab_size:
+        raise RequestError(what, got=token_id, allowed=f"an integer from 0 to {vocab_size - 1}")
 
 
 def _tier(params: SamplingParams) -> Tier:

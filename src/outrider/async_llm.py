@@ -13,7 +13,9 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from types import TracebackType
 from typing import Any, Protocol
 
+from outrider.admission import check_prompt
 from outrider.batch import FinishReason
+from outrider.checks import check_type
 from outrider.config import EngineConfig, SpeculativeConfig
 from outrider.engine_connection import EngineConnection
 from outrider.engine_messages import (
@@ -185,13 +187,15 @@ class AsyncLLM:
         """
         if params is None:
             params = await self.default_params()
+        check_type(RequestError, "params", params, SamplingParams)
+        token_ids: object = prompt
         if isinstance(prompt, str):
             token_ids = await asyncio.to_thread(self.tokenizer.encode, prompt)
-        else:
-            token_ids = list(prompt)
-        await self.ready()
+        facts = await self.ready()
+        # The engine checks as well, but what is no list of ids does not get as far as there.
+        token_ids = check_prompt(token_ids, facts.max_model_len, facts.vocab_size)
         request_id = f"request-{next(self._request_numbers)}"
-        stream = RequestStream(self, request_id, tuple(token_ids), params)
+        stream = RequestStream(self, request_id, token_ids, params)
         self._streams[request_id] = stream
         if self._observer is not None:
             self._observer.request_started(stream)

@@ -9,6 +9,8 @@ from typing import cast
 
 from outrider.errors import OutriderError
 
+LARGEST_INT = 2**63 - 1
+
 
 def check_type(
     error: type[OutriderError], name: str, value: object, kind: type, optional: bool = False
@@ -19,9 +21,17 @@ def check_type(
 
 
 def check_text(error: type[OutriderError], name: str, value: object) -> None:
-    """A string that is not empty."""
+    """A string that is not empty and can be written as UTF-8: half a surrogate pair cannot."""
     if not isinstance(value, str) or not value:
         raise error(name, got=value, allowed="a string that is not empty")
+    try:
+        value.encode("utf-8")
+    except UnicodeEncodeError as fault:
+        raise error(
+            f"{name} is not valid Unicode at character {fault.start}",
+            got=value[fault.start : fault.end],
+            allowed="text that can be written as UTF-8",
+        ) from fault
 
 
 def check_host(error: type[OutriderError], name: str, value: object) -> None:
@@ -52,14 +62,13 @@ def check_int(
     high: int | None = None,
     hint: str | None = None,
 ) -> None:
-    """An integer (True is none) within bounds."""
+    """An integer (True is none) within bounds, and within 64 bits: more fits no tensor and no
+    message."""
     allowed = f"an integer, {low} or more" if high is None else f"an integer from {low} to {high}"
-    if (
-        not isinstance(value, int)
-        or isinstance(value, bool)
-        or value < low
-        or (high is not None and value > high)
-    ):
+    most = LARGEST_INT if high is None else high
+    if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= most:
+        if high is None and isinstance(value, int) and value > most:
+            allowed = f"an integer from {low} to {most}"
         raise error(name, got=value, allowed=allowed, hint=hint)
 
 

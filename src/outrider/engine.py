@@ -269,7 +269,11 @@ class Engine:
             self._fail(live, report, changed)
 
     def check_request(self, prompt_token_ids: SequenceABC[int], params: SamplingParams) -> None:
-        """Raise what add_request would raise of the prompt and the parameters; queue nothing."""
+        """Raise what add_request would raise of the prompt and the parameters; queue nothing.
+
+        Compiles the grammar, which add_request finds then. Changes nothing that a step reads, so
+        another thread may call it meanwhile.
+        """
         self._admission.requests("", prompt_token_ids, params, 0)
         self._matchers(params, 1)
 

@@ -13,7 +13,7 @@ import msgspec
 from outrider import errors
 from outrider.batch import FinishReason, TokenLogprobs
 from outrider.config import EngineConfig
-from outrider.errors import OutriderError
+from outrider.errors import OutriderError, RequestError
 from outrider.params import SamplingParams
 from outrider.trace import PassTimes, RoundTrace
 
@@ -155,7 +155,17 @@ class Stats(msgspec.Struct, tag=True, array_like=True, frozen=True):
 
 FromEngine = Ready | Failed | Accepted | Refused | Progress | Stats
 
-encode = msgspec.msgpack.Encoder().encode
+
+def _plain(value: object) -> object:
+    """What a subclass of a number or of text stands for, such as a float of NumPy's."""
+    if isinstance(value, float):
+        return float(value)
+    if isinstance(value, str):
+        return "".join(value)
+    raise TypeError(f"{type(value).__name__} cannot be sent to another process")
+
+
+encode = msgspec.msgpack.Encoder(enc_hook=_plain).encode
 decode_to_engine = msgspec.msgpack.Decoder(ToEngine, strict=False).decode
 decode_from_engine = msgspec.msgpack.Decoder(FromEngine).decode
 
@@ -170,6 +180,19 @@ def params_to_fields(params: SamplingParams) -> dict[str, Any]:
     if params.grammar is not None:
         fields["structured_output"] = dataclasses.asdict(params.grammar)
     return fields
+
+
+def refuse_unreadable(content: bytes, error: msgspec.MsgspecError) -> Refused | None:
+    """The answer to a message that is no ToEngine; None where its request cannot be told."""
+    try:
+        match msgspec.msgpack.decode(content):
+            case ["Add", str(request_id), *_]:
+                fault = to_fault(RequestError(f"the request cannot be read ({error})"))
+                return Refused(request_id, fault)
+            case _:
+                return None
+    except msgspec.MsgspecError:
+        return None
 
 
 class _Shown:

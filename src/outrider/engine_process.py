@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import BinaryIO, Protocol
 
+import msgspec
 import zmq
 
 from outrider.config import EngineConfig
@@ -38,9 +39,11 @@ from outrider.engine_messages import (
     ToEngine,
     decode_to_engine,
     encode,
+    refuse_unreadable,
     to_fault,
 )
 from outrider.errors import OutriderError, StuckRoundError
+from outrider.grammar_queue import GrammarQueue
 from outrider.models.files import resolve_checkpoint
 from outrider.output import RequestOutput
 from outrider.params import SamplingParams
@@ -50,6 +53,9 @@ logger = logging.getLogger("outrider.engine_process")
 
 STATS_SECONDS = 0.25
 """Least time between two messages about the engine's state."""
+
+_COMPILING_SECONDS = 0.002
+"""Most time between two looks at the grammars that compile, where there is nothing else to do."""
 
 _LINGER_MS = 1000
 _USER_ERROR, _CRASHED = 2, 1
@@ -81,9 +87,16 @@ class SocketPorts:
         self._outbox.bind(from_engine)
 
     def receive(self, timeout: float | None) -> ToEngine | None:
-        if not self._inbox.poll(None if timeout is None else round(timeout * 1000)):
-            return None
-        return decode_to_engine(self._inbox.recv())
+        while self._inbox.poll(None if timeout is None else round(timeout * 1000)):
+            content = self._inbox.recv()
+            try:
+                return decode_to_engine(content)
+            except msgspec.MsgspecError as error:  # one message, and not the others' fault
+                logger.error("a message cannot be read (%s)", error)
+                refusal = refuse_unreadable(content, error)
+                if refusal is not None:
+                    self.send(refusal)
+        return None
 
     def send(self, message: FromEngine) -> None:
         self._outbox.send(encode(message))
@@ -124,6 +137,7 @@ class EngineService:
         self._engine = engine
         self._ports = ports
         self._open: dict[str, _Open] = {}
+        self._grammars = GrammarQueue(engine.check_request)
         self._steps = _StepTimes()
         self._is_stuck = False
 
@@ -133,7 +147,18 @@ class EngineService:
         Raises:
             StuckRoundError: the device does not answer; every request has been told.
         """
+        try:
+            self._run()
+        finally:
+            self._grammars.close()
+
+    def _run(self) -> None:
         while self._take_messages():
+            for checked in self._grammars.take_checked():
+                if checked.error is None:
+                    self._queue(checked.message, checked.params)
+                else:
+                    self._fail(checked.message.request_id, checked.error)
             if self._engine.has_work:
                 self._step()
             if self._is_stuck:
@@ -144,12 +169,15 @@ class EngineService:
     def _take_messages(self) -> bool:
         """Handle what has come, and wait for something where there is nothing to do."""
         timeout = 0.0 if self._engine.has_work else self._steps.idle_timeout()
+        if self._grammars:
+            timeout = _COMPILING_SECONDS if timeout is None else min(timeout, _COMPILING_SECONDS)
         while (message := self._ports.receive(timeout)) is not None:
             timeout = 0.0
             match message:
                 case Add():
                     self._add(message)
                 case Abort(request_id):
+                    self._grammars.drop(request_id)
                     self._engine.abort(request_id)
                     self._open.pop(request_id, None)
                     self._steps.changed = True
@@ -160,9 +188,21 @@ class EngineService:
     def _add(self, message: Add) -> None:
         try:
             params = SamplingParams(**message.params)
+        except OutriderError as error:
+            self._fail(message.request_id, error)
+            return
+        self._steps.changed = True
+        if params.grammar is None:
+            self._queue(message, params)
+        else:
+            self._grammars.add(message, params)
+
+    def _queue(self, message: Add, params: SamplingParams) -> None:
+        """Hand a request to the engine, which finds its grammar compiled."""
+        try:
             self._engine.add_request(message.request_id, message.token_ids, params)
         except OutriderError as error:
-            self._ports.send(Refused(message.request_id, to_fault(error)))
+            self._fail(message.request_id, error)
             return
         self._open[message.request_id] = _Open([_Sent() for _ in range(params.n)])
         self._steps.changed = True
@@ -204,6 +244,7 @@ class EngineService:
         cache = self._engine.cache
         num_running = cache.slots.size - cache.slots.num_free
         num_sequences = sum(request.num_sequences for request in self._open.values())
+        num_sequences += self._grammars.num_sequences
         self._ports.send(
             Stats(
                 num_running=num_running,

@@ -45,7 +45,7 @@ class OutriderError(Exception):
     def _message(self) -> str:
         parts: list[str] = []
         if self.has_got:
-            shown = repr(self.got)
+            shown = _shown(self.got)
             if len(shown) > _LONGEST_GOT:
                 shown = shown[:_LONGEST_GOT] + "..."
             parts.append(f"got {shown}")
@@ -103,6 +103,13 @@ class EngineDeadError(OutriderError, RuntimeError):
 
 class ServerError(OutriderError, RuntimeError):
     """What a server said in place of an answer, or that it cannot be reached."""
+
+
+def _shown(got: object) -> str:
+    try:
+        return repr(got)
+    except ValueError:  # Python does not spell integers of thousands of digits
+        return f"a value of type {type(got).__name__} that is too large to be shown"
 
 
 def _phrase(allowed: str | Iterable[object] | None) -> str | None:

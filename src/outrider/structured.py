@@ -7,6 +7,7 @@ probability 0, so the verification rule itself refuses it; rows after it do not 
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -33,6 +34,7 @@ class GrammarCompiler:
         self._stop_token_ids = list(stop_token_ids)
         self._tokenizer = tokenizer
         self._compiler: Any = None
+        self._lock = threading.Lock()  # the compiler itself is safe in several threads
 
     def matcher(self, wanted: StructuredOutput) -> GrammarMatcher:
         """A matcher at the beginning of the grammar.
@@ -42,17 +44,9 @@ class GrammarCompiler:
                 follows it.
         """
         xgrammar = _import_xgrammar()
-        if self._compiler is None:
-            # A special token leaves no text, so it may not stand for its spelling.
-            special = self._tokenizer.special_ids
-            spellings = enumerate(self._tokenizer.vocabulary(self._vocab_size))
-            info = xgrammar.TokenizerInfo(
-                ["" if token_id in special else spelling for token_id, spelling in spellings],
-                vocab_type=xgrammar.VocabType.BYTE_LEVEL,
-                vocab_size=self._vocab_size,
-                stop_token_ids=self._stop_token_ids,
-            )
-            self._compiler = xgrammar.GrammarCompiler(info)
+        with self._lock:
+            if self._compiler is None:
+                self._compiler = self._build(xgrammar)
         try:
             if wanted.kind == "json_schema":
                 json.loads(wanted.text)
@@ -75,6 +69,18 @@ class GrammarCompiler:
                 f"structured output: no text follows the {wanted.kind}", got=wanted.text
             )
         return matcher
+
+    def _build(self, xgrammar: Any) -> Any:
+        # A special token leaves no text, so it may not stand for its spelling.
+        special = self._tokenizer.special_ids
+        spellings = enumerate(self._tokenizer.vocabulary(self._vocab_size))
+        info = xgrammar.TokenizerInfo(
+            ["" if token_id in special else spelling for token_id, spelling in spellings],
+            vocab_type=xgrammar.VocabType.BYTE_LEVEL,
+            vocab_size=self._vocab_size,
+            stop_token_ids=self._stop_token_ids,
+        )
+        return xgrammar.GrammarCompiler(info)
 
 
 class GrammarMatcher:

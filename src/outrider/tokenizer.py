@@ -16,6 +16,7 @@ from jinja2 import Template, TemplateError, TemplateSyntaxError
 from jinja2.ext import loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from outrider.checks import check_text
 from outrider.errors import CheckpointError, RequestError
 
 REPLACEMENT = "\ufffd"
@@ -103,14 +104,8 @@ class Tokenizer:
         Raises:
             RequestError: the text holds half of a surrogate pair, which no UTF-8 text does.
         """
-        try:
-            text.encode("utf-8")
-        except UnicodeEncodeError as error:
-            raise RequestError(
-                f"text is not valid Unicode at character {error.start}",
-                got=text[error.start : error.end],
-                allowed="text that can be written as UTF-8",
-            ) from error
+        if text:
+            check_text(RequestError, "text", text)
         return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
@@ -131,6 +126,7 @@ class Tokenizer:
     def apply_chat_template(
         self,
         messages: Sequence[Mapping[str, Any]],
+        /,  # so that a variable may have any name
         add_generation_prompt: bool = True,
         **kwargs: Any,
     ) -> str:
@@ -146,9 +142,18 @@ class Tokenizer:
             RequestError: no messages, no template, or messages that the template refuses.
             CheckpointError: the template itself is broken.
         """
-        if not messages or not all(_has_role(message) for message in messages):
+        # The type first: an array would refuse to say whether it is empty.
+        if (
+            not isinstance(messages, Sequence)  # pyright: ignore[reportUnnecessaryIsInstance]
+            or not messages
+            or not all(_has_role(message) for message in messages)
+        ):
             raise RequestError(
                 "chat messages", got=messages, allowed='one or more objects with a "role"'
+            )
+        if "self" in kwargs:  # Jinja gives it a meaning of its own, and this value none
+            raise RequestError(
+                "chat template variable self", got=kwargs["self"], allowed="any other name"
             )
         template = self._template("tool_use" if kwargs.get("tools") else "default")
         variables: dict[str, Any] = {"tools": None, "documents": None, **self._special_tokens}

@@ -34,22 +34,30 @@ def field_cases() -> list[Case]:
         "model": [3, "other"],
         "stream": ["yes", 1],
         "n": [0, -1, 1.5, "2", True, 129, 10**30],
-        "max_tokens": [0, -5, "many", 2.5],
+        "max_tokens": [0, -5, "many", 2.5, 2**63, 10**30],
         "temperature": [-0.1, "hot", 1e6, [1]],
         "top_p": [0, 1.5, -1, "x"],
-        "top_k": [-2, 1.5, "x"],
+        "top_k": [-2, 1.5, "x", 2**63, 2**64],
         "min_p": [-0.1, 1.1],
         "seed": [-1, 2**63, 1.5, "x"],
-        "stop": [5, [1], {}, [""], ["x"] * 65],
-        "stop_token_ids": [[-1], [4096], ["x"], 5],
+        "stop": [5, [1], {}, [""], ["x"] * 65, "\ud800", ["a", "\udfff"]],
+        "stop_token_ids": [[-1], [4096], ["x"], 5, [2**63], [2**64]],
         "ignore_eos": ["no"],
         "min_tokens": [-1, 3],
         "presence_penalty": [2.5, -2.5, "x"],
         "frequency_penalty": [2.5, -2.5],
         "repetition_penalty": [0, -1, 101],
         "logit_bias": [{"x": 1}, {"1": "x"}, {"99999": 1}, {"1": 1e9}, [1], {"-1": 1}],
-        "bad_words": [[""], "x", [3]],
-        "structured_output": ["json", {"kind": "nothing"}, {"kind": "ebnf", "text": "root ::="}],
+        "bad_words": [[""], "x", [3], ["\ud800"]],
+        "structured_output": [
+            "json",
+            {"kind": "nothing"},
+            {"kind": "\ud800"},
+            {"kind": "ebnf", "text": "root ::="},
+            {"kind": "regex", "text": "\ud800"},
+            {"kind": "json_object", "text": "\ud800"},
+            {"kind": "json_schema", "text": '{"const": "' + "x" * 100_000 + '"}'},
+        ],
         "outrider_trace": ["yes"],
         "metadata": ["x"],
         "user": [3],
@@ -98,7 +106,9 @@ COMPLETION_CASES: list[Case] = [
     (COMPLETIONS, PROMPT | {"speculation": {"enabled": "no"}}, "speculation.enabled"),
     (COMPLETIONS, PROMPT | {"speculation": {"k": 3}}, "speculation.k"),
     (COMPLETIONS, PROMPT | {"speculation": {"max_draft_tokens": -1}}, "max_draft_tokens"),
+    (COMPLETIONS, PROMPT | {"speculation": {"max_draft_tokens": 2**64}}, "max_draft_tokens"),
     (COMPLETIONS, PROMPT | {"speculation": {"draft_sampling": "x"}}, "draft_sampling"),
+    (COMPLETIONS, PROMPT | {"speculation": {"draft_sampling": "\ud800"}}, "draft_sampling"),
     (
         COMPLETIONS,
         PROMPT | {"speculation": {"enabled": False, "max_draft_tokens": 2}},
@@ -182,6 +192,9 @@ CHAT_CASES: list[Case] = [
     (CHAT, _schema({"$ref": "#/nowhere"}), "response_format"),
     (CHAT, _schema(_deep(60)), "response_format.json_schema.schema"),
     (CHAT, _schema({"enum": ["x" * 101_000]}), "response_format"),
+    (CHAT, _schema({"const": "\ud800"}), "response_format"),
+    (CHAT, _schema({"properties": {"\ud800": {"type": "string"}}}), "response_format"),
+    (CHAT, {"messages": [HELLO], "max_completion_tokens": 2**64}, "max_completion_tokens"),
     (
         CHAT,
         _schema({"type": "object"}) | {"structured_output": {"kind": "json_object"}},
@@ -210,6 +223,7 @@ CHAT_CASES: list[Case] = [
         "tool_choice",
     ),
     (CHAT, TALK | {"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs.messages"),
+    (CHAT, TALK | {"chat_template_kwargs": {"self": 1}}, "chat_template_kwargs"),
     (CHAT, TALK | {"chat_template_kwargs": []}, "chat_template_kwargs"),
     (CHAT, TALK | {"chat_template_kwargs": _deep(60)}, "chat_template_kwargs"),
     (CHAT, TALK | {"add_generation_prompt": "no"}, "add_generation_prompt"),
@@ -225,6 +239,7 @@ TOKEN_CASES: list[Case] = [
     (TOKENIZE, {"messages": [HELLO], "add_special_tokens": False}, "add_special_tokens"),
     (TOKENIZE, {"prompt": "a", "model": "other"}, "model"),
     (TOKENIZE, {"messages": []}, "messages"),
+    (TOKENIZE, {"messages": [HELLO], "chat_template_kwargs": {"self": 1}}, "chat_template_kwargs"),
     (DETOKENIZE, {}, "tokens"),
     (DETOKENIZE, {"tokens": [4096]}, "tokens[0]"),
     (DETOKENIZE, {"tokens": [1, -1]}, "tokens[1]"),
@@ -313,6 +328,24 @@ def test_what_is_no_body_is_refused(http: httpx.Client) -> None:
     for content, kind in NOT_BODIES:
         check(http.post(COMPLETIONS, content=content, headers={"Content-Type": kind}))
     assert wanted_text(http) == text
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (b'{"prompt": "a\xff"}', "not UTF-8"),
+        (b"[" * 200_000, "nested too deeply"),
+        (b'{"prompt": "a", "seed": ' + b"1" * 5000 + b"}", "too many digits"),
+    ],
+    ids=["not UTF-8", "nested", "digits"],
+)
+def test_a_body_that_cannot_be_read_is_told_why(
+    http: httpx.Client, content: bytes, reason: str
+) -> None:
+    headers = {"Content-Type": "application/json"}
+    answer = check(http.post(COMPLETIONS, content=content, headers=headers))
+    assert answer["message"].startswith("the body cannot be read: ")
+    assert reason in answer["message"]
 
 
 def test_a_body_that_is_too_large_is_refused(http: httpx.Client) -> None:

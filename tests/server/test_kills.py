@@ -88,6 +88,18 @@ def test_half_open_connections_hold_up_neither_others_nor_the_end(wanted_text: s
             assert server.process.wait(10) == 0
 
 
+def test_a_drain_does_not_wait_for_the_rest_of_a_request() -> None:
+    halves = ("says nothing", "half of a head", "half of a body", "half of a chunk")
+    with Server("--drain-timeout", "30") as server, contextlib.ExitStack() as lines:
+        for name in halves:
+            lines.enter_context(connect(server, HALF_OPEN[name]))
+        assert server.get("/health").status_code == 200  # what was sent before has been read
+        with within(5):
+            server.process.terminate()
+            assert server.process.wait(10) == 0
+    assert "Traceback" not in server.log
+
+
 def test_readers_that_do_not_read_give_their_places_back_when_the_engine_is_done() -> None:
     """Every chunk names the model, so a long name makes answers that no socket buffer holds."""
     name = "m" * 60_000  # 100 chunks are 6 MB; Linux buffers at most 4 MB of what is sent

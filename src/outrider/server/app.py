@@ -30,7 +30,7 @@ def build_app(service: Service) -> ASGIApp:
     app.include_router(router)
     app.include_router(page_router)
     add_handlers(app)
-    guarded = ApiKeys(BodyLimit(app), api_keys(service.options), OPEN_PATHS)
+    guarded = ApiKeys(BodyLimit(app, service.draining), api_keys(service.options), OPEN_PATHS)
     return RequestLog(guarded, _QUIET_PATHS)
 
 

@@ -107,6 +107,7 @@ _FIELDS_OF_PARAMS = {
     "chat messages": "messages",
     "the chat template refuses": "messages",
     "the tokenizer has no chat template": "messages",
+    "chat template variable": "chat_template_kwargs",
     "text is not valid": "prompt",
 }
 
@@ -184,6 +185,19 @@ def _existing_path(path: Sequence[int | str], body: object, includes_last: bool)
     return shown, length
 
 
+def _unreadable_body(cause: BaseException) -> ApiError:
+    """The answer for a body that is not even wrong JSON, by what the reader of JSON met."""
+    if isinstance(cause, UnicodeDecodeError):
+        reason = f"it is not UTF-8 from byte {cause.start} on; send JSON in UTF-8"
+    elif isinstance(cause, RecursionError):
+        reason = "it is nested too deeply; send fewer levels"
+    elif isinstance(cause, ValueError) and "integer string conversion" in str(cause):
+        reason = "a number in it has too many digits; send numbers that fit 64 bits"
+    else:
+        reason = f"{type(cause).__name__}: {cause}"
+    return bad_field(None, f"the body cannot be read: {reason}", "json_invalid")
+
+
 def add_handlers(app: FastAPI) -> None:
     """Let every error that reaches the application become a response."""
 
@@ -201,6 +215,8 @@ def add_handlers(app: FastAPI) -> None:
 
     async def on_http(_: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
+        if error.status_code == 400 and error.__cause__ is not None:
+            return _unreadable_body(error.__cause__).response()
         return ApiError(error.status_code, str(error.detail), headers=error.headers).response()
 
     async def on_any(_: Request, error: Exception) -> Response:

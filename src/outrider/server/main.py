@@ -51,7 +51,8 @@ async def _serve(config: EngineConfig, options: ServerOptions, listener: socket.
             lifespan="off",
             server_header=False,
             timeout_graceful_shutdown=max(round(options.drain_timeout), 1),
-        )
+        ),
+        service.draining,
     )
     if options.host not in _LOCAL and not api_keys(options):
         logger.warning("listening beyond this machine without --api-key")
@@ -99,6 +100,14 @@ def _address(options: ServerOptions, listener: socket.socket) -> str:
 
 class _Server(uvicorn.Server):
     """Ends with an exit code and not by the signal, once what runs has been answered."""
+
+    def __init__(self, config: uvicorn.Config, draining: asyncio.Event) -> None:
+        super().__init__(config)
+        self._draining = draining
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self._draining.set()
+        await super().shutdown(sockets)
 
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 import logging
 import time
@@ -47,10 +48,16 @@ class ApiKeys:
 
 
 class BodyLimit:
-    """Refuses bodies of more than MAX_BODY_BYTES."""
+    """Refuses bodies of more than MAX_BODY_BYTES, and those that are not whole when a drain
+    begins: the rest of one may never come.
 
-    def __init__(self, app: ASGIApp, limit: int = MAX_BODY_BYTES) -> None:
+    Args:
+        draining: is set when the server is told to end.
+    """
+
+    def __init__(self, app: ASGIApp, draining: asyncio.Event, limit: int = MAX_BODY_BYTES) -> None:
         self._app = app
+        self._draining = draining
         self._limit = limit
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -62,17 +69,30 @@ class BodyLimit:
         if length.isdecimal() and int(length) > self._limit:
             await ApiError(413, message).response()(scope, receive, send)
             return
-        num_received = 0
+        num_received, is_whole = 0, False
 
         async def counted() -> Message:
-            nonlocal num_received
-            received = await receive()
+            nonlocal num_received, is_whole
+            received = await (receive() if is_whole else self._before_drain(receive))
+            is_whole = not received.get("more_body", False)
             num_received += len(received.get("body", b""))
             if num_received > self._limit:
                 raise HTTPException(413, message)
             return received
 
         await self._app(scope, counted, send)
+
+    async def _before_drain(self, receive: Receive) -> Message:
+        receiving = asyncio.ensure_future(receive())
+        draining = asyncio.ensure_future(self._draining.wait())
+        try:
+            await asyncio.wait((receiving, draining), return_when=asyncio.FIRST_COMPLETED)
+            if not receiving.done():
+                raise HTTPException(503, "the server ends, and the body has not come")
+            return receiving.result()
+        finally:
+            receiving.cancel()
+            draining.cancel()
 
 
 class RequestLog:

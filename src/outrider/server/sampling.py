@@ -14,6 +14,7 @@ from outrider.server.protocol import (
     CompletionRequest,
     NamedTool,
     SamplingRequest,
+    Structured,
     Tool,
 )
 
@@ -58,7 +59,7 @@ def completion_params(body: CompletionRequest, defaults: Mapping[str, Any]) -> S
         if body.echo:
             fields["prompt_logprobs"] = body.logprobs
     if body.structured_output is not None:
-        fields["structured_output"] = body.structured_output.model_dump()
+        fields["structured_output"] = _own_grammar(body.structured_output)
     return _build(fields, {})
 
 
@@ -139,28 +140,34 @@ def _grammar(body: ChatRequest) -> tuple[str, StructuredOutput | None]:
     """The grammar of an answer, and the field that asks for it."""
     wanted: dict[str, StructuredOutput] = {}
     if body.structured_output is not None:
-        try:
-            wanted["structured_output"] = StructuredOutput(**body.structured_output.model_dump())
-        except RequestError as error:
-            raise from_outrider(error) from error
+        wanted["structured_output"] = _own_grammar(body.structured_output)
     if body.response_format is not None and body.response_format.type != "text":
         wanted["response_format"] = _format_grammar(body)
     forced = forced_tools(body)
     if forced:
         schema = json.dumps(_call_schema(forced), ensure_ascii=False)
-        wanted["tool_choice"] = StructuredOutput("json_schema", schema)
+        wanted["tool_choice"] = _build_grammar("tool_choice", "json_schema", schema)
     if len(wanted) > 1:
         first, second = list(wanted)[:2]
         raise bad_field(second, f"{second}: {first} already says what the text looks like")
-    for name, grammar in wanted.items():
-        if len(grammar.text) > MAX_SCHEMA_CHARACTERS:
-            raise bad_field(
-                name,
-                f"{name}: got {len(grammar.text)} characters; "
-                f"allowed: {MAX_SCHEMA_CHARACTERS} or fewer",
-            )
-        return name, grammar
-    return "", None
+    return next(iter(wanted.items()), ("", None))
+
+
+def _own_grammar(given: Structured) -> StructuredOutput:
+    return _build_grammar("structured_output", given.kind, given.text)
+
+
+def _build_grammar(param: str, kind: str, text: str) -> StructuredOutput:
+    """A grammar that the field `param` asks for."""
+    if len(text) > MAX_SCHEMA_CHARACTERS:
+        raise bad_field(
+            param,
+            f"{param}: got {len(text)} characters; allowed: {MAX_SCHEMA_CHARACTERS} or fewer",
+        )
+    try:
+        return StructuredOutput(kind, text)
+    except RequestError as error:
+        raise from_outrider(error, {"structured_output": param}) from error
 
 
 def _format_grammar(body: ChatRequest) -> StructuredOutput:
@@ -176,7 +183,8 @@ def _format_grammar(body: ChatRequest) -> StructuredOutput:
     if schema is None or schema.schema_ is None:
         name = "response_format.json_schema" + ("" if schema is None else ".schema")
         raise bad_field(name, f"{name} is missing", "missing")
-    return StructuredOutput("json_schema", json.dumps(schema.schema_, ensure_ascii=False))
+    text = json.dumps(schema.schema_, ensure_ascii=False)
+    return _build_grammar("response_format", "json_schema", text)
 
 
 def forced_tools(body: ChatRequest) -> list[Tool]:

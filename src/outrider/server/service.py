@@ -40,6 +40,7 @@ class Service:
         self.tokenizer = self.llm.tokenizer
         self.texts = TokenTexts(self.tokenizer)
         self.error: OutriderError | None = None
+        self.draining = asyncio.Event()  # the server was told to end
         self._num_sequences = 0
         self._tasks: list[asyncio.Task[None]] = []
 
