@@ -59,6 +59,7 @@ PART_OF = {
     "engine_connection": "llm",
     "engine_messages": "llm",
     "engine_process": "llm",
+    "grammar_queue": "llm",
     "growing": "llm",
     "http_client": "cli",
     "live": "engine",

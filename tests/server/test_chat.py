@@ -6,6 +6,7 @@ import fcntl
 import io
 import os
 import pty
+import re
 import signal
 import subprocess
 import sys
@@ -94,7 +95,11 @@ def talk(terminal: Terminal, server: Server | None = None) -> None:
     if server is not None:
         wait_until(server.is_idle, "an idle engine", 3)
     terminal.type("/stats\n")
-    terminal.wait_for("tokens             0 ")  # the answer was not finished
+    terminal.wait_for("target passes")
+    terminal.wait_for("time  ")
+    # A model here tells what it wrote of a stopped answer; a server tells at an answer's end only.
+    tokens = re.search(r"tokens +(\d+) ", terminal.shown.split("target passes")[1])
+    assert tokens is not None and (int(tokens[1]) > 0) == (server is None)
     terminal.type("half a line\x03")
     terminal.wait_for("[stopped", count=2)
     terminal.type("/nothing\n")
