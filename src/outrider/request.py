@@ -105,16 +105,17 @@ class Sequence:
     def __post_init__(self) -> None:
         self.lost()
 
-    def submitted(self, span: Span) -> None:
-        """The span is in flight from now on.
-
-        Here and in `returned`, token_ids stand for is_prefill: every sequence asks in every step,
-        and calls of a property are a sixth of the scheduler's time.
-        """
+    def submitted_round(self) -> Span:
+        """The round that was set is in flight from now on."""
+        span = self.round
+        assert span is not None, "no round was set"
         self.in_flight.append(span)
-        if not span.token_ids:
-            self.num_committed_at_most += span.num_rows
-            return
+        self.num_committed_at_most += span.num_rows
+        return span
+
+    def submitted_chunk(self, span: Span) -> None:
+        """A chunk of the text is in flight from now on."""
+        self.in_flight.append(span)
         self.num_submitted = span.start + span.num_rows
         if span.effects.samples:
             self.num_committed_at_most += 1
@@ -128,7 +129,7 @@ class Sequence:
         self.output_token_ids += token_ids
         self.num_committed += num_tokens
         self.num_computed_before = self.num_computed
-        if not span.token_ids:
+        if not span.token_ids:  # a property, is_prefill, would cost a sixth of the scheduler's time
             self.num_committed_at_most += num_tokens - span.num_rows
             self.num_computed += num_tokens
             return
@@ -178,6 +179,8 @@ class Sequence:
     def committed(self, begin: int, end: int) -> tuple[int, ...]:
         """Tokens at positions begin .. end - 1 of prompt and output together."""
         num_prompt = len(self.request.prompt_token_ids)
+        if begin >= num_prompt:
+            return tuple(self.output_token_ids[begin - num_prompt : end - num_prompt])
         return self.request.prompt_token_ids[begin:end] + tuple(
             self.output_token_ids[max(begin - num_prompt, 0) : max(end - num_prompt, 0)]
         )

@@ -85,12 +85,7 @@ class Scheduler:
         # Memory was just short: let it settle before somebody new, or the same one, takes it.
         settled = num_preemptions == self.num_preemptions
         setups, prefill = self._plan_prefill(len(rounds), may_admit=settled)
-        spans: list[Span] = []
-        for sequence in rounds:
-            assert sequence.round is not None
-            sequence.submitted(sequence.round)
-            spans.append(sequence.round)
-        return Batch(setups, prefill, tuple(spans))
+        return Batch(setups, prefill, tuple([sequence.submitted_round() for sequence in rounds]))
 
     def commit(
         self,
@@ -280,7 +275,7 @@ class Scheduler:
             if end == start:
                 break
             span = self.rules.chunk(sequence, start, end)
-            sequence.submitted(span)
+            sequence.submitted_chunk(span)
             spans.append(span)
             budget -= end - start
         return tuple(setups), tuple(spans)

@@ -44,12 +44,13 @@ def _forgets_the_chain(patch: Patch) -> None:
 
 @_mutation("A round is planned as if those in flight added nothing.")
 def _forgets_what_is_in_flight(patch: Patch) -> None:
-    def forgets(original: Any, sequence: Sequence, *args: Any) -> None:
-        original(sequence, *args)
+    def forgets(original: Any, sequence: Sequence, *args: Any) -> Any:
+        result = original(sequence, *args)
         sequence.num_committed_at_most = sequence.num_committed
+        return result
 
-    wrap(patch, Sequence, "submitted", forgets)
-    wrap(patch, Sequence, "returned", forgets)
+    for name in ("submitted_round", "submitted_chunk", "returned"):
+        wrap(patch, Sequence, name, forgets)
 
 
 @_mutation("A round is submitted once more though its text has outgrown its blocks.")

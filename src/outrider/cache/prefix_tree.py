@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Node:
     """A cached block.
 
@@ -71,9 +71,10 @@ class PrefixTree:
             key: the block's tokens, and the one behind it.
         """
         children = self._roots if parent is None else parent.children
-        node = children.get(key)
-        if node is None:
-            node = children[key] = Node(block_id, key, parent, num_users=1)
+        new = Node(block_id, key, parent)
+        node = children.setdefault(key, new)  # hashed once
+        if node is new:
+            node.num_users = 1
         else:
             self.use(node)
         return node
