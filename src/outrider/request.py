@@ -129,7 +129,7 @@ class Sequence:
         self.output_token_ids += token_ids
         self.num_committed += num_tokens
         self.num_computed_before = self.num_computed
-        if not span.token_ids:  # a property, is_prefill, would cost a sixth of the scheduler's time
+        if not span.token_ids:  # is_prefill, but this is asked too often for a call
             self.num_committed_at_most += num_tokens - span.num_rows
             self.num_computed += num_tokens
             return

@@ -79,8 +79,10 @@ MEASURED = {
     (128, 248320, 4096): Tile(128, 192, 64, 5, 8, False, False),
     (256, 6144, 4096): Tile(128, 128, 64, 7, 8, False, False),
 }
-"""By (rows up to, N, K): what was faster on an H200 than what the rules say, in a chain of layers
-(bench/results/2026-11-29-linear-chain-h200.json) or, of heads, alone (...-linear-128-rows-...)."""
+"""By (rows up to, N, K): what was faster on an H200 than what the rules say. Those of 32 and 128
+rows in a chain of layers (bench/results/2026-11-29-linear-chain-h200.json) or, of the two large
+heads, alone (...-linear-128-rows-h200.json); the others in earlier runs of bench/linear_sweep.py,
+of which no file was kept."""
 
 
 @lru_cache(maxsize=8192)
